@@ -1,0 +1,83 @@
+"""What a driver of ExecuTorch programs can do, whatever bindings it uses.
+
+A driver loads a program, loads methods from it, binds buffers to input and output slots, and executes.
+It never looks at contracts. Destruction order: method, bindings, buffers, allocator, program.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy.typing as npt
+
+from staticlm.contract.program import MethodFacts, ProgramFacts
+from staticlm.runtime.buffers import Buffer, BufferAllocator
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a driver does without copies, and what it does not need."""
+
+    bind_outputs: bool
+    """Outputs can be pointed at caller memory."""
+    arena_allocator: bool
+    """Planned arenas come from the allocator hook."""
+    releases_gil: bool
+    shares_weights: bool
+    """Packed weights are shared by the methods of a program."""
+    torch_free: bool
+
+
+class BoundMethod(Protocol):
+    """A loaded method with its bindings."""
+
+    name: str
+    facts: MethodFacts
+
+    def bind_input(self, index: int, buffer: Buffer, offset: int = 0) -> None:
+        """Alias an unplanned input to caller memory until rebound; a planned one is copied per call."""
+        ...
+
+    def bind_output(self, index: int, buffer: Buffer, offset: int = 0) -> None:
+        """Point an unplanned output at caller memory. Raises `DRIVER_UNSAFE` where it cannot be done."""
+        ...
+
+    def execute(self) -> None:
+        """Run once. Raises `ExecutionError` with ExecuTorch's code and log; never retries."""
+        ...
+
+    def output(self, index: int) -> npt.NDArray[Any]:
+        """The output's memory as a numpy array without a copy (bfloat16 as uint16), valid until the
+        next `execute` of any method of the program."""
+        ...
+
+    def close(self) -> None:
+        """Destroy the method, then release its bindings. Idempotent."""
+        ...
+
+
+class LoadedProgram(Protocol):
+    """An open program; its methods share it."""
+
+    facts: ProgramFacts
+
+    def load_method(self, name: str, allocator: BufferAllocator) -> BoundMethod:
+        """Load one method; arenas come from `allocator` where the driver can."""
+        ...
+
+    def close(self) -> None:
+        """Close methods that are still open, then the program. Idempotent."""
+        ...
+
+
+class Driver(Protocol):
+    """A set of bindings to ExecuTorch."""
+
+    name: str
+    capabilities: Capabilities
+
+    def load(self, path: Path) -> LoadedProgram:
+        """Open a program file."""
+        ...
