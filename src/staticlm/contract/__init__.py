@@ -1,4 +1,4 @@
-"""What a program promises: the facts of an I/O contract, their place in a program, and their checks.
+"""What a program promises: the facts of an I/O contract, where they stand, and their checks.
 
 Imports nothing of ours but `errors`, and neither torch nor transformers.
 """

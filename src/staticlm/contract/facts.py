@@ -1,7 +1,7 @@
 """The facts of an I/O contract as frozen dataclasses.
 
-A `Contract` says, for every method, what each input and output slot is, and for every cache where it
-lives. Slots are bound by index, because ExecuTorch programs carry no tensor names.
+A `Contract` says, for every method, what each input and output slot is, and for every cache where
+it lives. Slots are bound by index, because ExecuTorch programs carry no tensor names.
 """
 
 from __future__ import annotations
@@ -195,8 +195,8 @@ class Contract:
         version: Contract version.
         max_context_len: Capacity in tokens; positions run from 0 to this minus 1.
         vocab_size: Width of the logits; token ids run from 0 to this minus 1.
-        methods: The fixed methods. Exactly one decode method with step 1, at most one verify method,
-            any number of prefill methods of different steps.
+        methods: The fixed methods. Exactly one decode method with step 1; prefill methods (any number)
+            and verify methods of distinct steps.
         caches: All caches of all layers.
         bos_id: Begin-of-text token id, or None.
         eos_ids: All token ids that end a text, without duplicates.
