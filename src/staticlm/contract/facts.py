@@ -195,8 +195,8 @@ class Contract:
         version: Contract version.
         max_context_len: Capacity in tokens; positions run from 0 to this minus 1.
         vocab_size: Width of the logits; token ids run from 0 to this minus 1.
-        methods: The fixed methods. Exactly one decode method with step 1; prefill methods (any number)
-            and verify methods of distinct steps.
+        methods: The fixed methods. Exactly one decode method with step 1; any number of prefill
+            methods and of verify methods, each of distinct steps.
         caches: All caches of all layers.
         bos_id: Begin-of-text token id, or None.
         eos_ids: All token ids that end a text, without duplicates.

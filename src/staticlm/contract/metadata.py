@@ -25,6 +25,7 @@ from staticlm.contract.facts import (
     Slot,
     TensorSpec,
 )
+from staticlm.contract.program import ProgramFacts
 from staticlm.errors import Code, ContractError
 
 KEY_LABEL = "get_io_contract"
@@ -150,7 +151,7 @@ def read_label(constants: Mapping[str, object]) -> tuple[str, int]:
             expected="a positive integer",
             remedy=REEXPORT,
         )
-    if not _is_int(version) or not 1 <= version <= INT32_MAX:
+    if isinstance(version, bool) or not isinstance(version, int) or not 1 <= version <= INT32_MAX:
         raise ContractError(
             Code.VERSION_MALFORMED,
             f"the contract version {KEY_VERSION}",
@@ -161,8 +162,13 @@ def read_label(constants: Mapping[str, object]) -> tuple[str, int]:
     return label, version
 
 
-def read_contract(constants: Mapping[str, object]) -> Contract:
-    """The `hf_static` contract that a program's constant methods state.
+def read_contract(facts: ProgramFacts) -> Contract:
+    """The `hf_static` contract that a program states; see `parse_contract`."""
+    return parse_contract(facts.constants)
+
+
+def parse_contract(constants: Mapping[str, object]) -> Contract:
+    """The `hf_static` contract that constant methods state.
 
     Only the metadata itself is checked here; `check_contract` compares it with the program.
 
@@ -236,10 +242,6 @@ def read_contract(constants: Mapping[str, object]) -> Contract:
             remedy=REEXPORT,
         )
     return contract
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _show(value: object) -> str:
