@@ -1,7 +1,8 @@
 """What a driver of ExecuTorch programs can do, whatever bindings it uses.
 
-A driver loads a program, loads methods from it, binds buffers to input and output slots, and executes.
-It never looks at contracts. Destruction order: method, bindings, buffers, allocator, program.
+A driver loads a program, loads methods from it, binds buffers to input and output slots, and
+executes. It never looks at contracts. Destruction order: method, bindings, buffers, allocator,
+program.
 """
 
 from __future__ import annotations
@@ -36,12 +37,17 @@ class BoundMethod(Protocol):
     name: str
     facts: MethodFacts
 
-    def bind_input(self, index: int, buffer: Buffer, offset: int = 0) -> None:
-        """Alias an unplanned input to caller memory until rebound; a planned one is copied per call."""
+    def bind_input(
+        self, index: int, buffer: Buffer, offset: int = 0, shape: tuple[int, ...] | None = None
+    ) -> None:
+        """Alias an unplanned input to caller memory until rebound; a planned one is copied per call.
+
+        `shape` is for inputs of dynamic shape only, where it may be smaller than the recorded one.
+        """
         ...
 
     def bind_output(self, index: int, buffer: Buffer, offset: int = 0) -> None:
-        """Point an unplanned output at caller memory. Raises `DRIVER_UNSAFE` where it cannot be done."""
+        """Point an unplanned output at caller memory. Raises `DRIVER_UNSAFE` where it cannot."""
         ...
 
     def execute(self) -> None:
