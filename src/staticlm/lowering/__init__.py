@@ -1,0 +1,1 @@
+"""ExportedPrograms -> `.pte`: contributed passes, constant names, backends and their options."""
