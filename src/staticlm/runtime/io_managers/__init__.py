@@ -1,0 +1,1 @@
+"""What a runner does with a program's inputs and outputs, by I/O contract."""
