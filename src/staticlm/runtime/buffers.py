@@ -248,8 +248,9 @@ def array_at(
     """A numpy array over foreign memory that holds `owner`; `on_drop` is called when it is gone."""
     kind = np.dtype(dtype)
     count = prod(shape) * kind.itemsize
-    block = (ctypes.c_char * count).from_address(address)
-    block._owner = owner  # type: ignore[attr-defined]  # ctypes arrays take attributes
+    block: Any = (ctypes.c_char * count).from_address(address)
+    block._owner = owner  # ctypes arrays take attributes
     if on_drop is not None:
         weakref.finalize(block, on_drop).atexit = False
-    return np.ndarray(shape, dtype=kind, buffer=block)
+    array: npt.NDArray[Any] = np.ndarray(shape, dtype=kind, buffer=block)
+    return array

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy.typing as npt
 
 from staticlm.contract.program import MethodFacts, ProgramFacts
+from staticlm.errors import Code, RunnerError
 from staticlm.runtime.buffers import Buffer, BufferAllocator
 
 
@@ -40,7 +41,7 @@ class BoundMethod(Protocol):
     def bind_input(
         self, index: int, buffer: Buffer, offset: int = 0, shape: tuple[int, ...] | None = None
     ) -> None:
-        """Alias an unplanned input to caller memory until rebound; a planned one is copied per call.
+        """Alias an unplanned input to caller memory until rebound; a planned one is copied per run.
 
         `shape` is for inputs of dynamic shape only, where it may be smaller than the recorded one.
         """
@@ -83,7 +84,19 @@ class Driver(Protocol):
 
     name: str
     capabilities: Capabilities
+    reason: str
+    """Why this driver was taken."""
 
     def load(self, path: Path) -> LoadedProgram:
         """Open a program file."""
         ...
+
+    @property
+    def description(self) -> str:
+        """One line for `inspect` and `stats`: which bindings, of which version."""
+        ...
+
+
+def closed(what: str) -> RunnerError:
+    """The error for a use after `close`."""
+    return RunnerError(Code.CLOSED, f"{what} is closed", remedy="Load it again.")
