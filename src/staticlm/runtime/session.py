@@ -25,6 +25,8 @@ class Session:
     """
 
     def __init__(self, manager: IOManager) -> None:
+        """Open the manager: this allocates the caches. The session closes it."""
+        manager.open()
         self._manager = manager
         self._position = 0
         self._written = 0

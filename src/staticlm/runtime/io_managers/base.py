@@ -61,6 +61,14 @@ class IOManager(Protocol):
         """The contract it drives, read from the program and checked against it."""
         ...
 
+    def open(self) -> None:
+        """Allocate the buffers. Idempotent.
+
+        Raises:
+            RunnerError: No memory; what was allocated is given back.
+        """
+        ...
+
     def prepare(self, method: str) -> None:
         """Load a method and bind its slots now rather than at its first call."""
         ...
@@ -105,7 +113,7 @@ class IOManager(Protocol):
 
 
 IOManagerFactory = Callable[[ProgramFacts, SharedProgram, BufferAllocator], IOManager]
-"""Reads and checks the contract from the facts, then allocates; loads nothing before the checks."""
+"""Reads and checks the contract; allocates and loads nothing, `IOManager.open` does."""
 
 
 def as_float32(values: npt.NDArray[Any]) -> Logits:

@@ -28,11 +28,10 @@ _CONTROL = (Role.TOKENS, Role.START, Role.LENGTH)
 def create(
     facts: ProgramFacts, program: SharedProgram, allocator: BufferAllocator
 ) -> HFStaticManager:
-    """Read and check the contract, then allocate the caches.
+    """Read and check the contract.
 
     Raises:
         ContractError: The program's metadata is malformed or the program does not keep it.
-        RunnerError: No memory for the caches.
     """
     contract = read_contract(facts)
     check_contract(contract, facts)
@@ -82,16 +81,24 @@ class HFStaticManager:
         self._calls: Counter[str] = Counter()
         self._execute_seconds = 0.0
         self._dirty = False
+        self._open = False
         self._closed = False
         self._caches: list[Buffer] = []
         self._control: dict[str, dict[Role, _Control]] = {}
         self._methods = {method.name: method for method in contract.methods}
-        program.join(self)
+
+    def open(self) -> None:
+        """Allocate the caches and the memory of the small inputs; see `IOManager.open`."""
+        if self._open:
+            return
+        self._check_open(closed_only=True)
+        self._program.join(self)
+        self._open = True
         try:
-            for cache in contract.caches:
-                self._caches.append(allocate(allocator, cache.spec.nbytes))
+            for cache in self.contract.caches:
+                self._caches.append(allocate(self._allocator, cache.spec.nbytes))
             self._clear()
-            for method in contract.methods:
+            for method in self.contract.methods:
                 self._control[method.name] = {
                     slot.role: self._make_control(slot)
                     for slot in method.inputs
@@ -195,9 +202,10 @@ class HFStaticManager:
             buffer.view(np.uint8, (buffer.nbytes,))[:] = 0
         self._dirty = False
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RunnerError(Code.CLOSED, "the session is closed", remedy="Make a new one.")
+    def _check_open(self, closed_only: bool = False) -> None:
+        if self._closed or not (self._open or closed_only):
+            state = "closed" if self._closed else "not open"
+            raise RunnerError(Code.CLOSED, f"the session is {state}", remedy="Make a new one.")
 
 
 def _rows(output: npt.NDArray[Any], method: Method, call: Call, all_rows: bool) -> Logits:

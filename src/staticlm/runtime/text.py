@@ -1,0 +1,186 @@
+"""Text to tokens and back, without transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from staticlm.errors import ArtifactError, Code, UsageError
+from staticlm.runtime.artifact import Artifact, special_token
+
+REPLACEMENT = "\ufffd"
+HELD_REPLACEMENTS = 3
+"""An unfinished UTF-8 sequence has up to three bytes; byte-fallback decoders show each."""
+
+
+class Tokenizer:
+    """A `tokenizer.json` and what its configuration says of special tokens."""
+
+    def __init__(self, artifact: Artifact) -> None:
+        """Read the artifact's tokenizer.
+
+        Raises:
+            ArtifactError: There is none, or it cannot be read.
+        """
+        if artifact.tokenizer is None:
+            raise ArtifactError(
+                Code.TOKENIZER_MISSING,
+                f"there is no tokenizer for {artifact.program}",
+                expected="tokenizer.json beside model.pte",
+                remedy="Name one, or pass token ids instead of text.",
+            )
+        from tokenizers import Tokenizer as Fast
+
+        self.path: Path = artifact.tokenizer
+        try:
+            self._fast: Any = Fast.from_file(str(artifact.tokenizer))
+        except Exception as error:  # the library raises no narrower type
+            raise ArtifactError(
+                Code.ARTIFACT_INVALID,
+                f"the tokenizer {artifact.tokenizer} cannot be read",
+                found=str(error)[:200],
+            ) from None
+        self.special = {
+            name: token
+            for name in ("bos_token", "eos_token", "unk_token", "pad_token")
+            if (token := special_token(artifact.tokenizer_config, name)) is not None
+        }
+        ids = self._fast.get_vocab(with_added_tokens=True).values()
+        self.size: int = max(ids, default=-1) + 1
+        """One more than the largest token id."""
+
+    @property
+    def eos_id(self) -> int | None:
+        """Id of the end token that the tokenizer's configuration names."""
+        token = self.special.get("eos_token")
+        return None if token is None else self.token_id(token)
+
+    def token_id(self, token: str) -> int | None:
+        """Id of a token, or None when the vocabulary lacks it."""
+        found: int | None = self._fast.token_to_id(token)
+        return found
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Token ids of a text; `special` adds what belongs around one (a begin token)."""
+        ids: list[int] = self._fast.encode(text, add_special_tokens=special).ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens left out."""
+        text: str = self._fast.decode(list(ids), skip_special_tokens=True)
+        return text
+
+
+def check_vocabulary(
+    tokenizer: Tokenizer, vocab_size: int, needed: Sequence[int], recorded: object = None
+) -> None:
+    """Refuse a tokenizer that is not the program's.
+
+    Args:
+        tokenizer: The tokenizer found.
+        vocab_size: Width of the program's logits. It may be padded beyond the tokenizer's ids.
+        needed: Ids that the program itself names (begin and end tokens).
+        recorded: Size of the tokenizer that the program was exported with, where it is recorded.
+
+    Raises:
+        ArtifactError: `TOKENIZER_MISMATCH` with the path and both sizes.
+    """
+    missing = [one for one in needed if one >= tokenizer.size]
+    if tokenizer.size > vocab_size:
+        expected = f"at most {vocab_size}, the width of the program's logits"
+    elif missing:
+        expected = f"more than {max(missing)}, an id that the program names"
+    elif isinstance(recorded, int) and recorded != tokenizer.size:
+        expected = f"{recorded}, as recorded when the program was exported"
+    else:
+        return
+    raise ArtifactError(
+        Code.TOKENIZER_MISMATCH,
+        f"the tokenizer {tokenizer.path} does not belong to this program (vocabulary {vocab_size})",
+        found=f"{tokenizer.size} token ids",
+        expected=expected,
+        remedy="Use the tokenizer of the model that was exported.",
+    )
+
+
+class Detokenizer:
+    """Turns token ids into text piece by piece, never ending a piece inside a character.
+
+    Args:
+        decode: Text of token ids.
+        context: The last tokens before the text, so that a decoder that strips the space before
+            its first word does not strip one in the middle of a sentence.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], context: Sequence[int] = ()) -> None:
+        self._decode = decode
+        self._ids = list(context)
+        self._from = 0
+        self._shown = len(self._ids)
+
+    def add(self, token: int) -> str:
+        """The text that is certain after one more token; may be empty."""
+        self._ids.append(token)
+        return self._advance(final=False)
+
+    def finish(self) -> str:
+        """What was held back, as it is."""
+        return self._advance(final=True)
+
+    def _advance(self, final: bool) -> str:
+        shown = self._decode(self._ids[self._from : self._shown])
+        text = self._decode(self._ids[self._from :])
+        unsure = len(text) - len(text.rstrip(REPLACEMENT))
+        if len(text) <= len(shown) or (0 < unsure <= HELD_REPLACEMENTS and not final):
+            return ""
+        self._from, self._shown = self._shown, len(self._ids)
+        return text[len(shown) :]
+
+
+class StopStrings:
+    """Passes text on up to the first stop string, holding back what may become one.
+
+    Raises:
+        UsageError: A stop string is empty or not a string.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = (stops,) if isinstance(stops, str) else tuple(stops)
+        for stop in self._stops:
+            if not isinstance(stop, str) or not stop:
+                raise UsageError(
+                    Code.USAGE,
+                    "a stop string",
+                    found=repr(stop),
+                    expected="a string that is not empty",
+                )
+        self._held = ""
+        self.stopped = False
+
+    def add(self, piece: str) -> str:
+        """The text that is certain to lie before a stop string."""
+        if self.stopped:
+            return ""
+        text = self._held + piece
+        starts = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if starts:
+            self.stopped = True
+            self._held = ""
+            return text[: min(starts)]
+        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def finish(self) -> str:
+        """What was held back; no stop string came of it."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
