@@ -76,7 +76,7 @@ def restore(program: ExportedProgram, method: str, kept: dict[str, str], names: 
     Returns whether anything was renamed.
     """
     stock = {
-        spec.target: names.fresh(f"lifted_{method}")
+        spec.target: names.fresh(f"_lifted_tensor_{method}")
         for spec in program.graph_signature.input_specs
         if spec.kind is InputKind.BUFFER
         and spec.target is not None
@@ -91,9 +91,9 @@ def restore(program: ExportedProgram, method: str, kept: dict[str, str], names: 
 def separate(programs: Mapping[str, ExportedProgram], names: Names) -> None:
     """Rename, in place, constants that share a name with a different constant of another method.
 
-    A name is a key of the whole file when constants are stored outside the program. The first method
-    keeps its names; equal constants keep the one they share. Buffers that a method mutates are state,
-    and keep theirs.
+    A name is a key of the whole file when constants are stored outside the program. The first
+    method keeps its names; equal constants keep the one they share. Buffers that a method mutates
+    are state, and keep theirs.
     """
     owners: dict[str, torch.Tensor] = {}
     for method, program in programs.items():
@@ -149,7 +149,7 @@ def lift_constants(program: ExportedProgram, method: str, names: Names) -> bool:
         if tensor is None:
             continue
         if id(tensor) not in lifted:
-            name = names.fresh(f"lifted_{method}")
+            name = names.fresh(f"_lifted_tensor_{method}")
             if first_user is not None:
                 point = module.graph.inserting_before(first_user)
             elif placeholders:
@@ -210,6 +210,9 @@ def _rename(program: ExportedProgram, new_names: dict[str, str]) -> None:
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a is b:
         return True
+    plain = {torch.Tensor, torch.nn.Parameter}
+    if not {type(a), type(b)} <= plain:  # a subclass may compare in ways of its own
+        return False
     if (a.dtype, a.shape, a.device) != (b.dtype, b.shape, b.device):
         return False
     alike = a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
