@@ -65,7 +65,7 @@ def share_identical_segments(path_in: str | Path, path_out: str | Path) -> int:
     """Write a copy of a program in which equal data segments are stored once.
 
     Named data that equals another segment, or the start of a constant tensor, becomes a view of it;
-    so does named data that starts with a whole constant tensor. The alignment of every segment and
+    so does named data that is a constant tensor and zeros after it. The alignment of every segment and
     tensor stays what it was or gets larger. The copy is written under a temporary name and renamed;
     `path_out` may be `path_in`. Where nothing can be shared the copy is the same bytes.
 
@@ -179,7 +179,7 @@ class _Plan:
             for piece in tensors.get(self._prefix(segment.start), ()):
                 if self._equal(piece.source, segment.start, min(piece.size, segment.size)):
                     if segment.size > piece.size:
-                        # The blob is the tensor and something after it: the tensor takes its place.
+                        # The blob is the tensor and its padding and more: the tensor moves into it.
                         piece.source, piece.size = segment.start, segment.size
                     piece.alignment = max(piece.alignment, own.alignment)
                     segment.shared = moved[id(own)] = piece
