@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from math import prod
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from staticlm.contract.facts import DTYPE_BYTES
 from staticlm.contract.program import MethodFacts, TensorFacts
@@ -19,12 +21,26 @@ def numpy_dtype(name: str) -> np.dtype[np.generic]:
     return np.dtype(_NUMPY_NAMES.get(name, name))
 
 
+def storage_shape(shape: tuple[int, ...], dim_order: tuple[int, ...]) -> tuple[int, ...]:
+    """The sizes in the order that they are laid out in memory, outer to inner."""
+    return tuple(shape[dim] for dim in dim_order)
+
+
+def logical(array: npt.NDArray[Any], dim_order: tuple[int, ...]) -> npt.NDArray[Any]:
+    """A view of `storage_shape` seen with the tensor's own order of dimensions."""
+    if dim_order == tuple(range(array.ndim)):
+        return array
+    turned: npt.NDArray[Any] = array.transpose([dim_order.index(d) for d in range(array.ndim)])
+    return turned
+
+
 class Bindings:
     """The pinned buffers of one method, by direction and index."""
 
     def __init__(self, facts: MethodFacts) -> None:
         self._facts = facts
         self._pinned: dict[tuple[Direction, int], Buffer] = {}
+        self._offsets: dict[tuple[Direction, int], int] = {}
 
     def slot(self, direction: Direction, index: int) -> TensorFacts:
         """The tensor of a slot. Raises `BUFFER_INVALID` when there is none."""
@@ -78,17 +94,30 @@ class Bindings:
             )
         return exact
 
-    def pin(self, direction: Direction, index: int, buffer: Buffer) -> None:
+    def pin(self, direction: Direction, index: int, buffer: Buffer, offset: int = 0) -> None:
         """Keep a buffer until it is replaced or the method is closed."""
         buffer.pins += 1
         old = self._pinned.get((direction, index))
         self._pinned[direction, index] = buffer
+        self._offsets[direction, index] = offset
         if old is not None:
             old.pins -= 1
 
     def get(self, direction: Direction, index: int) -> Buffer | None:
         """What is bound to a slot."""
         return self._pinned.get((direction, index))
+
+    def address(self, direction: Direction, index: int) -> int | None:
+        """The address that is bound to a slot."""
+        buffer = self._pinned.get((direction, index))
+        return None if buffer is None else buffer.address + self._offsets[direction, index]
+
+    def owner_of(self, address: int, nbytes: int) -> Buffer | None:
+        """The pinned buffer that holds a range of memory."""
+        for buffer in self._pinned.values():
+            if buffer.address <= address and address + nbytes <= buffer.address + buffer.nbytes:
+                return buffer
+        return None
 
     def require_inputs(self) -> None:
         """Refuse to run with an input that was never bound."""

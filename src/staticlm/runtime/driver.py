@@ -91,6 +91,10 @@ class Driver(Protocol):
         """Open a program file."""
         ...
 
+    def set_threads(self, count: int) -> None:
+        """Size the process-wide thread pool of ExecuTorch's kernels. Not while a method runs."""
+        ...
+
     @property
     def description(self) -> str:
         """One line for `inspect` and `stats`: which bindings, of which version."""

@@ -83,23 +83,23 @@ def plain_name(operator: str) -> str:
     return operator.removesuffix(".").removesuffix(".default")
 
 
-def malformed(path: Path, error: Exception) -> ProgramError:
+def malformed(path: Path, reason: object) -> ProgramError:
     """The error for a file that our reader accepts and ExecuTorch does not."""
     return ProgramError(
         Code.PROGRAM_MALFORMED,
         f"ExecuTorch cannot load {path}",
-        found=str(error),
+        found=str(reason),
         expected="a program of an ExecuTorch that this runtime can read",
         remedy="Export the model again with the installed version.",
     )
 
 
-def unloadable(path: Path, name: str, error: Exception) -> ProgramError:
+def unloadable(path: Path, name: str, reason: object) -> ProgramError:
     """The error for a method that ExecuTorch cannot initialise."""
     return ProgramError(
         Code.PROGRAM_UNSUPPORTED,
         f"ExecuTorch cannot load method {name!r} of {path}",
-        found=str(error),
+        found=str(reason),
         remedy="The file was made for another backend version, or memory ran out.",
     )
 

@@ -27,15 +27,12 @@ import numpy.typing as npt
 
 from staticlm.contract.program import MethodFacts, ProgramFacts, TensorFacts, read_program
 from staticlm.errors import Code, ExecutionError, RunnerError
-from staticlm.runtime import requirements
-from staticlm.runtime.bindings import Bindings, numpy_dtype
+from staticlm.runtime import libraries, requirements
+from staticlm.runtime.bindings import Bindings, logical, numpy_dtype, storage_shape
 from staticlm.runtime.buffers import Buffer, BufferAllocator, array_at
 from staticlm.runtime.driver import BoundMethod, Capabilities, LoadedProgram, closed
 
-_KERNEL_MODULES = (
-    "executorch.kernels.quantized",
-    "executorch.extension.llm.custom_ops.custom_ops",
-)
+_KERNEL_MODULES = ("executorch.kernels.quantized", libraries.CUSTOM_KERNELS)
 """Modules that register further kernels when they are imported."""
 
 
@@ -74,8 +71,7 @@ class StockDriver:
     @property
     def description(self) -> str:
         """One line for `inspect` and `stats`."""
-        version = importlib.import_module("executorch.version").__version__
-        return f"stock bindings of executorch {version}"
+        return f"stock bindings of executorch {libraries.installed_version()}"
 
     def load(self, path: Path) -> LoadedProgram:
         """Open a program file.
@@ -89,7 +85,7 @@ class StockDriver:
         for module in _KERNEL_MODULES:
             if not requirements.missing_operators(facts, self._lib._get_operator_names()):
                 break
-            _import_quietly(module)
+            libraries.import_kernels(module)
         requirements.check_requirements(
             facts, self._lib._get_operator_names(), self._backend_available
         )
@@ -182,14 +178,13 @@ class StockMethod:
         exact = self._bindings.check("input", index, buffer, offset, shape)
         facts = self._bindings.slot("input", index)
         buffer.allocator.bind(buffer, self.name, "input", index)
-        view = buffer.view(numpy_dtype(facts.dtype), exact, offset)
-        tensor = self._torch.from_numpy(view)
+        stored = storage_shape(exact, facts.dim_order)
+        view = buffer.view(numpy_dtype(facts.dtype), stored, offset)
+        tensor = self._torch.from_numpy(logical(view, facts.dim_order))
         if facts.dtype == "bfloat16":
             tensor = tensor.view(self._torch.bfloat16)
-        if facts.dim_order != tuple(range(len(exact))):
-            tensor = tensor.as_strided(exact, _strides(exact, facts.dim_order))
         self._inputs[index] = tensor
-        self._bindings.pin("input", index, buffer)
+        self._bindings.pin("input", index, buffer, offset)
         self._stale = True
 
     def bind_output(self, index: int, buffer: Buffer, offset: int = 0) -> None:
@@ -201,11 +196,9 @@ class StockMethod:
         self._open()
         self._bindings.check("output", index, buffer, offset)
         source = self.facts.aliases.get(index)
-        if source is not None and self._inputs[source] is not None:
-            facts = self._bindings.slot("input", source)
-            here = self._inputs[source].data_ptr() == buffer.address + offset
-            if here and not facts.planned:
-                return
+        bound = None if source is None else self._bindings.address("input", source)
+        if bound == buffer.address + offset and not self._bindings.slot("output", index).planned:
+            return
         raise RunnerError(
             Code.DRIVER_UNSAFE,
             f"the stock driver cannot point output {index} of method {self.name!r} at a buffer",
@@ -326,16 +319,11 @@ def _torn(facts: MethodFacts) -> bool:
 
 def _array(tensor: Any, facts: TensorFacts, owner: object) -> npt.NDArray[Any]:
     """A torch tensor's memory as a numpy array that holds `owner`."""
-    return array_at(tensor.data_ptr(), numpy_dtype(facts.dtype), tuple(tensor.shape), owner)
-
-
-def _strides(shape: tuple[int, ...], dim_order: tuple[int, ...]) -> tuple[int, ...]:
-    strides = [1] * len(shape)
-    step = 1
-    for dim in reversed(dim_order):
-        strides[dim] = step
-        step *= shape[dim]
-    return tuple(strides)
+    stored = storage_shape(tuple(tensor.shape), facts.dim_order)
+    array = array_at(tensor.data_ptr(), numpy_dtype(facts.dtype), stored, owner)
+    if facts.constant:
+        array.flags.writeable = False  # it may be in a mapped file
+    return logical(array, facts.dim_order)
 
 
 def _execution_error(method: str, error: RuntimeError) -> ExecutionError:
@@ -347,13 +335,3 @@ def _execution_error(method: str, error: RuntimeError) -> ExecutionError:
         found=f"ExecuTorch error 0x{code.group(1)} ({text})" if code else text,
         remedy="ExecuTorch printed the reason to standard error. Reset before going on.",
     )
-
-
-def _import_quietly(module: str) -> None:
-    """Import a module for the kernels it registers; absent kernels are reported by the caller."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            importlib.import_module(module)
-    except (ImportError, OSError, RuntimeError):
-        return
