@@ -65,8 +65,8 @@ def share_identical_segments(path_in: str | Path, path_out: str | Path) -> int:
     """Write a copy of a program in which equal data segments are stored once.
 
     Named data that equals another segment, or the start of a constant tensor, becomes a view of it;
-    so does named data that is a constant tensor and zeros after it. The alignment of every segment and
-    tensor stays what it was or gets larger. The copy is written under a temporary name and renamed;
+    so does named data that is a constant tensor and zeros after it. The alignment of every segment
+    and tensor stays what it was or gets larger. The copy is written under a temporary name and renamed;
     `path_out` may be `path_in`. Where nothing can be shared the copy is the same bytes.
 
     Returns:
