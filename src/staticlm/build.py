@@ -1,0 +1,264 @@
+"""From a model to an artifact directory: load, export, lower, write, rename."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from staticlm.contract import LABEL, Contract
+from staticlm.contract.program import ProgramFacts
+from staticlm.errors import Code, ExportError, StaticLMError
+from staticlm.export.ids import end_ids, first_id
+from staticlm.export.options import ExportOptions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from staticlm.export.source import Source
+    from staticlm.lowering.passes import PassRecord
+
+PRODUCERS = ("staticlm", "transformers", "torch", "executorch")
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What an export made.
+
+    Args:
+        path: The artifact directory.
+        contract: The contract of its program.
+        facts: What the program holds.
+        shared_bytes: Bytes saved by storing equal segments once.
+        seconds: Duration of every stage.
+        records: Every pass that changed a graph while lowering.
+    """
+
+    path: Path
+    contract: Contract
+    facts: ProgramFacts
+    shared_bytes: int
+    seconds: dict[str, float] = field(default_factory=dict)
+    records: tuple[PassRecord, ...] = ()
+
+
+def export_model(
+    model: str | Path | PreTrainedModel,
+    output: str | Path,
+    options: ExportOptions | None = None,
+    *,
+    backend: str = "xnnpack",
+    backend_options: Mapping[str, Any] | None = None,
+    tokenizer: Any = None,
+    overwrite: bool = False,
+    progress: Callable[[str], None] = lambda stage: None,
+) -> ExportReport:
+    """Export a Hugging Face causal language model to an artifact directory.
+
+    Args:
+        model: A model directory, a GGUF file, a hub id, or a loaded transformers model.
+        output: The directory to make. It is written beside itself and renamed into place.
+        options: Lengths, dtypes, attention mode, logits rows.
+        backend: A backend for all methods (`xnnpack`), or one per method
+            (`prefill=openvino,decode=xnnpack`).
+        backend_options: Options of the backend, by name.
+        tokenizer: transformers tokenizer to save along, for a model that is already loaded.
+        overwrite: Replace `output` if it is an artifact directory.
+        progress: Told the name of every stage.
+
+    Raises:
+        ExportError: The options, the model or the output path cannot be used. Nothing is written.
+        LoweringError: The backend cannot be used, or lowering failed. Nothing is written.
+    """
+    from staticlm.export.programs import export_programs, plan_methods
+    from staticlm.export.source import load_source
+    from staticlm.lowering.pipeline import lower_to_file
+    from staticlm.lowering.targets import resolve_targets
+
+    options = options or ExportOptions()
+    output = Path(output)
+    _check_output(output, overwrite)
+    steps = {plan.name: plan.step for plan in plan_methods(options, lambda method: "split")}
+    targets = resolve_targets(
+        backend,
+        backend_options or {},
+        steps,
+        attention=options.attention,
+        dtype=options.dtype,
+        cache_dtype=options.cache_dtype or options.dtype,
+    )
+    clock = _Clock(progress)
+    clock("load")
+    source = load_source(model, options.dtype)
+    config = source.model.config
+    text_config = config.get_text_config(decoder=True)
+    generation = getattr(source.model, "generation_config", None)
+    source_tokenizer = tokenizer if tokenizer is not None else source.tokenizer
+    exported = export_programs(
+        source.model,
+        options,
+        attention=lambda method: targets[method].attention,
+        bos_id=first_id(getattr(text_config, "bos_token_id", None)),
+        eos_ids=end_ids(
+            getattr(generation, "eos_token_id", None),
+            getattr(text_config, "eos_token_id", None),
+            getattr(source_tokenizer, "eos_token_id", None),
+        ),
+        producers=producers(),
+        backends={name: target.label for name, target in targets.items()},
+        progress=clock,
+    )
+    with _staged(output, overwrite) as staging:
+        lowered = lower_to_file(
+            exported.programs,
+            exported.contract,
+            staging / "model.pte",
+            partitioners={name: target.partitioners for name, target in targets.items()},
+            progress=clock,
+        )
+        clock("write the artifact")
+        _write_companions(staging, source, source_tokenizer, exported.contract, options, backend)
+    return ExportReport(
+        path=output,
+        contract=exported.contract,
+        facts=lowered.facts,
+        shared_bytes=lowered.shared_bytes,
+        seconds=clock.finish(),
+        records=lowered.records,
+    )
+
+
+def producers() -> dict[str, str]:
+    """Versions of the packages that make a program."""
+    return {name: importlib.metadata.version(name) for name in PRODUCERS}
+
+
+class _Clock:
+    """Passes stage names on and keeps how long each took."""
+
+    def __init__(self, progress: Callable[[str], None]) -> None:
+        self._progress = progress
+        self._seconds: dict[str, float] = {}
+        self._stage: str | None = None
+        self._since = 0.0
+
+    def __call__(self, stage: str) -> None:
+        self._stop()
+        self._stage, self._since = stage, time.perf_counter()
+        self._progress(stage)
+
+    def finish(self) -> dict[str, float]:
+        self._stop()
+        return self._seconds
+
+    def _stop(self) -> None:
+        if self._stage is not None:
+            spent = time.perf_counter() - self._since
+            self._seconds[self._stage] = self._seconds.get(self._stage, 0.0) + spent
+            self._stage = None
+
+
+def _check_output(output: Path, overwrite: bool) -> None:
+    if not output.exists():
+        return
+    ours = output.is_dir() and ((output / "export.json").is_file() or not any(output.iterdir()))
+    if not ours:
+        raise ExportError(
+            Code.OUTPUT_EXISTS,
+            f"{output} exists and is not an artifact directory",
+            expected="a path that is free",
+            remedy="Choose another output path.",
+        )
+    if not overwrite and any(output.iterdir()):
+        raise ExportError(
+            Code.OUTPUT_EXISTS,
+            f"{output} holds an artifact already",
+            expected="a path that is free",
+            remedy="Choose another path, or replace it with --force.",
+        )
+
+
+@contextmanager
+def _staged(output: Path, overwrite: bool) -> Iterator[Path]:
+    """A directory beside `output` that becomes it when all went well, and vanishes otherwise."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    staging = output.parent / f".{output.name}.partial-{os.getpid()}"
+    aside = output.parent / f".{output.name}.old-{os.getpid()}"
+    staging.mkdir()
+    try:
+        yield staging
+        _check_output(output, overwrite)
+        if output.exists():
+            os.replace(output, aside)
+        os.replace(staging, output)
+    except StaticLMError:
+        raise
+    except OSError as error:
+        raise ExportError(
+            Code.EXPORT_FAILED,
+            f"writing {output}",
+            found=str(error),
+            remedy="Free disk space or choose another path.",
+        ) from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _write_companions(
+    directory: Path,
+    source: Source,
+    tokenizer: Any,
+    contract: Contract,
+    options: ExportOptions,
+    backend: str,
+) -> None:
+    """Everything beside the program: configurations, tokenizer, manifest."""
+    source.model.config.save_pretrained(directory)
+    generation = getattr(source.model, "generation_config", None)
+    if generation is not None:
+        generation.save_pretrained(directory)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)
+    manifest = {
+        "schema_version": 1,
+        "export_format": LABEL,
+        "components": {
+            "model": {
+                "file": "model.pte",
+                "metadata": {
+                    "architecture": type(source.model).__name__,
+                    "packages": dict(contract.producers),
+                    "export_config": {
+                        "export_format": LABEL,
+                        "context_length": options.context_length,
+                        "prefill_lengths": list(options.prefill_lengths),
+                        "dtype": options.dtype,
+                        "cache_dtype": options.cache_dtype or options.dtype,
+                        "attention": options.attention,
+                        "logits": options.logits.value,
+                        "verify_length": options.verify_length,
+                        "backend": backend,
+                    },
+                    "export_dtype": options.dtype,
+                    "export_device": "cpu",
+                    "kwargs": {
+                        "input_ids": {
+                            "rank": 2,
+                            "shape": [1, contract.max_seq_len],
+                            "dtype": "int64",
+                        }
+                    },
+                },
+            }
+        },
+    }
+    text = json.dumps(manifest, indent=2) + "\n"
+    (directory / "export.json").write_text(text, encoding="utf-8")

@@ -1,0 +1,125 @@
+"""`staticlm export`: a model to an artifact directory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from staticlm.errors import Code, UsageError
+
+
+def run(
+    model: Annotated[
+        str, typer.Argument(help="A model directory, a hub id, or a GGUF file.", show_default=False)
+    ],
+    output: Annotated[
+        Path,
+        typer.Option("-o", "--output", help="The artifact directory to make.", show_default=False),
+    ],
+    context_length: Annotated[
+        int, typer.Option(help="Capacity of the KV caches in tokens.")
+    ] = 1024,
+    prefill_length: Annotated[
+        list[int] | None,
+        typer.Option(help="Tokens per prefill call; repeat for several methods.  [default: 128]"),
+    ] = None,
+    verify_length: Annotated[
+        int | None,
+        typer.Option(help="Add a method with all rows of logits, for speculative decoding."),
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="Computation dtype: float32, float16 or bfloat16.")
+    ] = "float32",
+    cache_dtype: Annotated[
+        str | None, typer.Option(help="Dtype of the caches.  [default: the computation dtype]")
+    ] = None,
+    attention: Annotated[str, typer.Option(help="Attention mode: auto, split or concat.")] = "auto",
+    logits: Annotated[
+        str, typer.Option(help="Rows of logits that prefill returns: last or all.")
+    ] = "last",
+    backend: Annotated[
+        str, typer.Option(help="One backend, or one per method: prefill=NAME,decode=NAME.")
+    ] = "xnnpack",
+    backend_option: Annotated[
+        list[str] | None, typer.Option(help="NAME=VALUE for the backend; repeat for several.")
+    ] = None,
+    backend_options_file: Annotated[
+        Path | None, typer.Option(help="A TOML file of backend options.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing artifact.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Print every pass that ran while lowering.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Export a Hugging Face causal language model to a fixed-shape ExecuTorch program."""
+    from rich.console import Console
+
+    from staticlm.contract import LogitsRows
+    from staticlm.export.options import ExportOptions
+
+    if logits not in ("last", "all"):
+        raise UsageError(
+            Code.EXPORT_OPTION_INVALID, "--logits", found=logits, expected="last or all"
+        )
+    options = ExportOptions(
+        context_length=context_length,
+        prefill_lengths=tuple(prefill_length or (min(128, context_length),)),
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+        attention=attention,
+        logits=LogitsRows(logits),
+        verify_length=verify_length,
+    )
+    from staticlm.build import export_model
+    from staticlm.cli.quiet import quiet_libraries
+    from staticlm.lowering.options import parse_assignments, read_option_file
+
+    tables = read_option_file(backend_options_file) if backend_options_file else {}
+    chosen: dict[str, object] = {
+        f"{owner}.{name}": value for owner, table in tables.items() for name, value in table.items()
+    }
+    chosen.update(parse_assignments(backend_option or []))
+    console = Console(stderr=True)
+    with quiet_libraries(), console.status("start") as status:
+        report = export_model(
+            model,
+            output,
+            options,
+            backend=backend,
+            backend_options=chosen,
+            overwrite=force,
+            progress=lambda stage: _tell(console, status, stage),
+        )
+    if verbose:
+        for record in report.records:
+            console.print(f"pass  {record}", highlight=False)
+    summary = {
+        "path": str(report.path),
+        "program_bytes": report.facts.nbytes,
+        "cache_bytes": report.contract.cache_bytes,
+        "methods": {m.name: m.step for m in report.contract.methods},
+        "delegates": {name: len(m.delegates) for name, m in report.facts.methods.items()},
+        "shared_bytes": report.shared_bytes,
+        "seconds": {stage: round(spent, 2) for stage, spent in report.seconds.items()},
+    }
+    if as_json:
+        typer.echo(json.dumps(summary))
+        return
+    spent = sum(report.seconds.values())
+    console.print(
+        f"wrote {report.path}: program {report.facts.nbytes / 1e6:.1f} MB, "
+        f"caches {report.contract.cache_bytes / 1e6:.1f} MB, {spent:.0f} s",
+        highlight=False,
+    )
+
+
+def _tell(console: object, status: object, stage: str) -> None:
+    update = getattr(status, "update", None)
+    if getattr(console, "is_terminal", False) and update is not None:
+        update(stage)
+    else:
+        getattr(console, "print", print)(stage)

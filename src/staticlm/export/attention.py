@@ -1,0 +1,271 @@
+"""Attention over a caller-owned cache plus the chunk itself, registered as one attention function.
+
+No modelling code is touched: every layer calls `static_attention` through transformers' attention
+interface, with the keys and values of the new chunk only, because the cache layers that it is given
+store nothing. The running `Chunk` holds the caches, masks and mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from staticlm.errors import Code, ExportError
+
+NAME = "staticlm"
+"""Name under which the attention function is registered with transformers."""
+
+_IGNORED = frozenset(
+    # Arguments that layers pass along and that do not change causal attention over one sequence.
+    {
+        "position_ids", "use_cache", "cache", "past_key_values", "sliding_window", "output_attentions",
+        "output_hidden_states", "position_embeddings", "cache_position", "deterministic", "training",
+        "layer_idx", "head_mask", "dropout", "logits_to_keep", "return_dict", "is_causal",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What one layer handed to attention."""
+
+    layer: int
+    heads: int
+    kv_heads: int
+    key_width: int
+    value_width: int
+    sliding_window: int | None
+
+
+@dataclass
+class Chunk:
+    """The state of one trace of one method.
+
+    `key_caches` and `value_caches` are `[kv heads, slots, width]` by layer. `past_masks` (additive,
+    `[1 or groups*step, slots]`) and `chunk_masks` (`[groups*step, step]`, None for one token) are
+    functions of the layer and its group count. `new` collects keys and values `[kv heads, step, width]`.
+    """
+
+    mode: str
+    key_caches: list[Tensor]
+    value_caches: list[Tensor]
+    past_mask: Callable[[int, int], Tensor]
+    chunk_mask: Callable[[int, int], Tensor | None]
+    new: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+
+_chunk: ContextVar[Chunk | None] = ContextVar("chunk", default=None)
+_probe: ContextVar[list[AttentionCall] | None] = ContextVar("probe", default=None)
+
+
+class _CaptureLayer(CacheLayerMixin):  # type: ignore[misc]
+    """A cache layer that keeps nothing and hands the new keys and values on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        return None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+def capture_cache(layers: int) -> Cache:
+    """A transformers cache whose layers store nothing."""
+    return Cache(layers=[_CaptureLayer() for _ in range(layers)])
+
+
+@contextmanager
+def running(chunk: Chunk) -> Iterator[Chunk]:
+    """Make `chunk` the one that attention works on."""
+    token = _chunk.set(chunk)
+    try:
+        yield chunk
+    finally:
+        _chunk.reset(token)
+
+
+@contextmanager
+def probing() -> Iterator[list[AttentionCall]]:
+    """Record attention calls instead of computing them."""
+    calls: list[AttentionCall] = []
+    token = _probe.set(calls)
+    try:
+        yield calls
+    finally:
+        _probe.reset(token)
+
+
+@contextmanager
+def use_static_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Route the model's attention to `static_attention`, and back at the end."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(NAME)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before or "eager")
+
+
+def static_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one layer.
+
+    Args:
+        module: The attention module; its `layer_idx` says which caches are its own.
+        query: `[1, heads, step, key width]`.
+        key: `[1, kv heads, step, key width]`, the chunk's own.
+        value: `[1, kv heads, step, value width]`.
+        attention_mask: Must be None: masks are ours.
+        scaling: Factor on the scores; the inverse square root of the key width when None.
+        softcap: Scores become `softcap * tanh(scores / softcap)`.
+        s_aux: Attention sinks, one logit per query head.
+
+    Returns:
+        `[1, step, heads, value width]` and None.
+    """
+    layer = int(getattr(module, "layer_idx", -1))
+    unknown = {name for name, arg in kwargs.items() if arg is not None} - _IGNORED
+    if attention_mask is not None:
+        unknown.add("attention_mask")
+    if kwargs.get("is_causal") is False:
+        unknown.add("is_causal=False")
+    if unknown:
+        raise ExportError(
+            Code.MODEL_UNSUPPORTED,
+            f"attention of layer {layer} ({type(module).__name__})",
+            found=f"arguments {', '.join(sorted(unknown))}",
+            expected="causal or sliding attention, with scaling, softcap and sinks at most",
+        )
+    _, heads, step, width = query.shape
+    kv_heads, value_width = key.shape[1], value.shape[3]
+    calls = _probe.get()
+    if calls is not None:
+        window = kwargs.get("sliding_window")
+        calls.append(AttentionCall(layer, heads, kv_heads, width, value_width, window))
+        return query.new_zeros((1, step, heads, value_width)), None
+    chunk = _chunk.get()
+    if chunk is None:
+        raise RuntimeError("static attention runs inside an export only")
+    groups = heads // kv_heads
+    scale = width**-0.5 if scaling is None else scaling
+    # Query groups are rows of their key head: no key or value is ever repeated.
+    rows = (query * scale).reshape(kv_heads, groups * step, width)
+    new_key = key.reshape(kv_heads, step, width)
+    new_value = value.reshape(kv_heads, step, value_width)
+    chunk.new[layer] = (new_key, new_value)
+    attend = _MODES[chunk.mode]
+    out = attend(
+        rows,
+        cast(chunk.key_caches[layer], rows.dtype),
+        cast(chunk.value_caches[layer], rows.dtype),
+        new_key,
+        new_value,
+        chunk.past_mask(layer, groups),
+        chunk.chunk_mask(layer, groups),
+        softcap,
+        None if s_aux is None else _sink_rows(s_aux, kv_heads, groups, step),
+    )
+    out = out.reshape(1, heads, step, value_width).transpose(1, 2)
+    return out.contiguous(), None
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` itself where it already has the dtype, so that no cast is traced."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def _sink_rows(sinks: Tensor, kv_heads: int, groups: int, step: int) -> Tensor:
+    rows = sinks.reshape(kv_heads, groups, 1).expand(kv_heads, groups, step)
+    return rows.reshape(kv_heads, groups * step, 1)
+
+
+def _cap(scores: Tensor, softcap: float | None) -> Tensor:
+    return scores if softcap is None else torch.tanh(scores / softcap) * softcap
+
+
+def _softmax(scores: list[Tensor], sinks: Tensor | None) -> Tensor:
+    parts = scores if sinks is None else [*scores, sinks.to(scores[0].dtype)]
+    joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+    return torch.softmax(joined, dim=-1)
+
+
+def _split(
+    rows: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    new_key: Tensor,
+    new_value: Tensor,
+    past_mask: Tensor,
+    chunk_mask: Tensor | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Scores against the cache and the chunk apart, one softmax, two weighted sums."""
+    slots, step = key_cache.shape[1], new_key.shape[1]
+    past = _cap(torch.bmm(rows, key_cache.transpose(1, 2)), softcap) + past_mask
+    own = _cap(torch.bmm(rows, new_key.transpose(1, 2)), softcap)
+    if chunk_mask is not None:
+        own = own + chunk_mask
+    weights = _softmax([past, own], sinks)
+    on_cache = torch.bmm(weights[:, :, :slots], value_cache)
+    return on_cache + torch.bmm(weights[:, :, slots : slots + step], new_value)
+
+
+def _concat(
+    rows: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    new_key: Tensor,
+    new_value: Tensor,
+    past_mask: Tensor,
+    chunk_mask: Tensor | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Keys and values concatenated with the chunk first, then ordinary attention."""
+    total = key_cache.shape[1] + new_key.shape[1]
+    keys = torch.cat([key_cache, new_key], dim=1)
+    values = torch.cat([value_cache, new_value], dim=1)
+    count = rows.shape[1]
+    own = past_mask.new_zeros((count, 1)) if chunk_mask is None else chunk_mask
+    mask = torch.cat([past_mask.expand(count, past_mask.shape[1]), own], dim=-1)
+    scores = _cap(torch.bmm(rows, keys.transpose(1, 2)), softcap) + mask
+    return torch.bmm(_softmax([scores], sinks)[:, :, :total], values)
+
+
+_MODES: dict[str, Callable[..., Tensor]] = {"split": _split, "concat": _concat}
+MODES = tuple(_MODES)
+"""The attention modes that can be traced."""
+
+AttentionInterface.register(NAME, static_attention)

@@ -1,0 +1,181 @@
+"""One fixed-shape method of a model as a module that `torch.export` can trace."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from staticlm.contract import Cache, CacheKind, LogitsRows, MethodRole, Part
+from staticlm.export.attention import Chunk, capture_cache, cast, running
+from staticlm.export.constants import Constants
+from staticlm.export.rewrites import Rewrites
+from staticlm.export.traits import LayerTraits, ModelTraits
+
+TORCH_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+@dataclass(frozen=True)
+class MethodPlan:
+    """A method to be exported."""
+
+    name: str
+    role: MethodRole
+    step: int
+    logits_rows: LogitsRows
+    attention: str
+
+
+def masked_value(dtype: torch.dtype) -> float:
+    """A large finite negative number: an all-masked row must not become NaN."""
+    return -3e4 if dtype is torch.float16 else -1e30
+
+
+class StaticDecoder(nn.Module):
+    """A model driven through caches that belong to the caller.
+
+    Call it with tokens int64 `[1, step]`, start position int64 `[1]`, valid length int64 `[1]` (absent
+    when the step is 1), then every cache `[kv heads, slots, width]`: all keys and values, layer by
+    layer. It returns logits `[1, 1, vocabulary]` or `[1, step, vocabulary]` and writes the caches in
+    place after the whole model ran. Rows from the valid length on are padding: they write zeros.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        traits: ModelTraits,
+        caches: tuple[Cache, ...],
+        capacity: int,
+        plan: MethodPlan,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.constants = Constants()
+        self.traits = traits
+        self.plan = plan
+        self._capacity = capacity
+        self._slots = {c.layer: c.slots for c in caches if c.part is Part.KEY}
+        self._dtype = model.dtype
+
+    def forward(self, tokens: Tensor, start: Tensor, *rest: Tensor) -> Tensor:
+        step = self.plan.step
+        length, caches = (None, rest) if step == 1 else (rest[0], rest[1:])
+        keys, values = list(caches[0::2]), list(caches[1::2])
+        rows = self.constants.get("rows", lambda: torch.arange(step))
+        positions = start + rows
+        masks = _Masks(
+            self.constants, self._dtype, step, start, positions, self.traits, self._slots
+        )
+        chunk = Chunk(self.plan.attention, keys, values, masks.past, masks.chunk)
+        keep: int | Tensor = 0
+        if length is not None and self.plan.logits_rows is LogitsRows.LAST:
+            keep = length - 1
+        with running(chunk), Rewrites(self.constants):
+            out = self.model(
+                input_ids=tokens,
+                position_ids=positions.reshape(1, step),
+                cache=capture_cache(len(self.traits.layers)),
+                use_cache=True,
+                logits_to_keep=keep,
+            )
+        real = None
+        if length is not None:
+            real = (rows < length).to(self._dtype).reshape(1, step, 1)
+        # All writes come after the whole model: a write inside a layer would split the delegate.
+        wrapped: dict[int, Tensor] = {}
+        for layer in self.traits.layers:
+            slots = self._slots[layer.index]
+            where = positions
+            if layer.kind is CacheKind.SLIDING and slots < self._capacity:
+                if slots not in wrapped:
+                    wrapped[slots] = torch.remainder(positions, slots)
+                where = wrapped[slots]
+            pair = (keys[layer.index], values[layer.index])
+            for cache, new in zip(pair, chunk.new[layer.index], strict=True):
+                row = new if real is None else new * real
+                torch.ops.aten.index_put_.default(cache, [None, where], cast(row, cache.dtype))
+        logits: Tensor = out.logits
+        return logits
+
+
+class _Masks:
+    """Additive masks of one chunk, made once per kind and shared by the layers."""
+
+    def __init__(
+        self,
+        constants: Constants,
+        dtype: torch.dtype,
+        step: int,
+        start: Tensor,
+        positions: Tensor,
+        traits: ModelTraits,
+        slots: dict[int, int],
+    ) -> None:
+        self._constants = constants
+        self._dtype = dtype
+        self._step = step
+        self._start = start
+        self._positions = positions
+        self._layers = traits.layers
+        self._slots = slots
+        self._made: dict[tuple[int | None, int, int], Tensor] = {}
+
+    def past(self, layer: int, groups: int) -> Tensor:
+        """`[1, slots]` for a full layer, `[groups * step, slots]` for a sliding one."""
+        facts = self._layers[layer]
+        slots = self._slots[layer]
+        repeat = 1 if facts.kind is CacheKind.FULL or self._step == 1 else groups
+        key = (facts.window, slots, repeat)
+        if key not in self._made:
+            visible = (
+                self._full(slots) if facts.kind is CacheKind.FULL else self._ring(facts, slots)
+            )
+            mask = (visible.to(self._dtype) - 1.0) * -masked_value(self._dtype)
+            self._made[key] = mask if repeat == 1 else self._repeat(mask, repeat)
+        return self._made[key]
+
+    def chunk(self, layer: int, groups: int) -> Tensor | None:
+        """`[groups * step, step]`, or None for one token: it always sees itself."""
+        if self._step == 1:
+            return None
+        window = self._layers[layer].window
+        return self._constants.get(
+            f"chunk_mask_{window or 0}_{groups}", lambda: self._chunk_mask(window).repeat(groups, 1)
+        )
+
+    def _chunk_mask(self, window: int | None) -> Tensor:
+        row = torch.arange(self._step).reshape(-1, 1)
+        column = torch.arange(self._step).reshape(1, -1)
+        visible = column <= row
+        if window is not None:
+            visible &= column > row - window
+        mask = torch.zeros((self._step, self._step), dtype=self._dtype)
+        return mask.masked_fill(~visible, masked_value(self._dtype))
+
+    def _index(self, slots: int) -> Tensor:
+        return self._constants.get(f"slots_{slots}", lambda: torch.arange(slots).reshape(1, -1))
+
+    def _full(self, slots: int) -> Tensor:
+        return self._index(slots) < self._start
+
+    def _ring(self, facts: LayerTraits, slots: int) -> Tensor:
+        """Slot j holds the last position before the chunk that is congruent to j."""
+        assert facts.window is not None
+        last = self._start - 1
+        # The dividend is kept non-negative: ExecuTorch's portable remainder truncates.
+        held = last - torch.remainder(last - self._index(slots) + slots, slots)
+        oldest = self._positions.reshape(-1, 1) - facts.window
+        return torch.logical_and(held >= 0, held > oldest)
+
+    def _repeat(self, mask: Tensor, groups: int) -> Tensor:
+        # A product with ones: XNNPACK takes no concatenation of a tensor with itself.
+        ones = self._constants.get(
+            f"ones_{groups}", lambda: torch.ones((groups, 1, 1), dtype=self._dtype)
+        )
+        return (mask.reshape(1, *mask.shape) * ones).reshape(groups * mask.shape[0], -1)

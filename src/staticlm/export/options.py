@@ -1,0 +1,80 @@
+"""What a user chooses about an export, checked before any model is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from staticlm.contract import FLOAT_DTYPES, LogitsRows
+from staticlm.errors import Code, ExportError
+
+ATTENTION = ("auto", "split", "concat")
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """Options of an export.
+
+    Args:
+        context_length: Capacity of the caches in tokens.
+        prefill_lengths: Tokens per call of each prefill method.
+        dtype: Computation dtype of the model (`float32`, `float16`, `bfloat16`).
+        cache_dtype: Dtype of the caches; the computation dtype when None.
+        attention: `split`, `concat`, or `auto` (chosen per backend and method).
+        logits: Rows of logits of the prefill methods: `last` or `all`.
+        verify_length: Tokens per call of a verify method with all rows of logits; None for no method.
+    """
+
+    context_length: int = 1024
+    prefill_lengths: tuple[int, ...] = (128,)
+    dtype: str = "float32"
+    cache_dtype: str | None = None
+    attention: str = "auto"
+    logits: LogitsRows = LogitsRows.LAST
+    verify_length: int | None = None
+    extra: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _integer("--context-length", self.context_length)
+        if not self.prefill_lengths:
+            raise _invalid("--prefill-length", "none", "at least one length")
+        for length in self.prefill_lengths:
+            _integer("--prefill-length", length, low=2)
+            if length > self.context_length:
+                raise _invalid(
+                    f"context length {self.context_length} is shorter than prefill length {length}",
+                    self.context_length,
+                    f"at least {length}",
+                )
+        if len(set(self.prefill_lengths)) != len(self.prefill_lengths):
+            raise _invalid("--prefill-length", list(self.prefill_lengths), "distinct lengths")
+        if self.verify_length is not None:
+            _integer("--verify-length", self.verify_length, low=2)
+            if self.verify_length > self.context_length:
+                raise _invalid(
+                    "--verify-length", self.verify_length, f"at most {self.context_length}"
+                )
+        for name, dtype in (("--dtype", self.dtype), ("--cache-dtype", self.cache_dtype)):
+            if dtype is not None and dtype not in FLOAT_DTYPES:
+                raise _invalid(name, dtype, f"one of {', '.join(FLOAT_DTYPES)}")
+        if self.attention not in ATTENTION:
+            raise _invalid("--attention", self.attention, f"one of {', '.join(ATTENTION)}")
+
+    @property
+    def longest_step(self) -> int:
+        """Tokens per call of the longest method."""
+        return max(*self.prefill_lengths, self.verify_length or 1)
+
+
+def _invalid(what: str, found: object, expected: object) -> ExportError:
+    return ExportError(
+        Code.EXPORT_OPTION_INVALID,
+        what,
+        found=found,
+        expected=expected,
+        remedy="Change the option.",
+    )
+
+
+def _integer(name: str, value: object, low: int = 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**31:
+        raise _invalid(name, value, f"an integer of at least {low}")

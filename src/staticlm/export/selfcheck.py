@@ -1,0 +1,113 @@
+"""The fixed-shape methods against their source, in eager mode, before anything is traced.
+
+It is cheap and catches what no configuration tells: an attention variant, a mask or a position rule
+that the rewrite does not know. `staticlm validate` later proves the written program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from transformers import PreTrainedModel
+
+from staticlm.contract import CacheKind, Contract, LogitsRows, MethodRole
+from staticlm.errors import Code, ExportError
+from staticlm.export.attention import use_static_attention
+from staticlm.export.decoder import TORCH_DTYPES, StaticDecoder
+
+_LONGEST = 1536
+_TOLERANCE = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 2e-1}
+
+
+def check_against_source(
+    model: PreTrainedModel, decoders: Mapping[str, StaticDecoder], contract: Contract
+) -> float:
+    """Drive the methods over random tokens and compare with the model's own forward.
+
+    Chunks are full, short and padded, then single tokens; where a window is short enough they cross it.
+
+    Args:
+        model: The source model.
+        decoders: The methods, by name.
+        contract: Their contract.
+
+    Returns:
+        The largest logits difference, relative to the largest logit.
+
+    Raises:
+        ExportError: `MODEL_UNSUPPORTED` when they differ by more than rounding.
+    """
+    chunks = _chunks(contract)
+    total = sum(count for _, count in chunks)
+    generator = torch.Generator().manual_seed(20)
+    tokens = torch.randint(0, contract.vocab_size, (1, total), generator=generator)
+    with torch.no_grad():
+        want = model(input_ids=tokens, use_cache=False).logits[0].float()
+        with use_static_attention(model):
+            got, rows = _drive(decoders, contract, tokens, chunks)
+    scale = want.abs().max().clamp(min=1e-6)
+    difference = float(((got - want[rows]).abs().max() / scale).item())
+    limit = _TOLERANCE[str(model.dtype).removeprefix("torch.")]
+    if not difference <= limit:
+        raise ExportError(
+            Code.MODEL_UNSUPPORTED,
+            f"fixed-shape logits of {type(model).__name__} differ from the model's own",
+            found=f"{difference:.2g} of the largest logit over {total} tokens",
+            expected=f"at most {limit:g}",
+            remedy="This model does something that the fixed-shape form does not reproduce.",
+        )
+    return difference
+
+
+def _chunks(contract: Contract) -> list[tuple[str, int]]:
+    """Method and token count of every call."""
+    capacity = contract.max_context_len
+    prefill = contract.prefills[0]
+    windows = [c.window for c in contract.caches if c.kind is CacheKind.SLIDING and c.window]
+    crossing = min([w for w in windows if w < capacity], default=0)
+    target = min(capacity, max(crossing + prefill.step + 3, prefill.step + 3), _LONGEST)
+    chunks: list[tuple[str, int]] = []
+    position = 0
+    count = prefill.step
+    while position + prefill.step <= capacity and position < target:
+        take = max(1, min(count, target - position))
+        chunks.append((prefill.name, take))
+        position += take
+        count = prefill.step // 2 + 1 if count == prefill.step else prefill.step
+    for verify in (m for m in contract.methods if m.role is MethodRole.VERIFY):
+        if position + verify.step <= capacity:
+            chunks.append((verify.name, verify.step))
+            position += verify.step
+    for _ in range(min(3, capacity - position)):
+        chunks.append((contract.decode.name, 1))
+    return chunks
+
+
+def _drive(
+    decoders: Mapping[str, StaticDecoder],
+    contract: Contract,
+    tokens: torch.Tensor,
+    chunks: list[tuple[str, int]],
+) -> tuple[torch.Tensor, list[int]]:
+    caches = [torch.zeros(c.spec.shape, dtype=TORCH_DTYPES[c.spec.dtype]) for c in contract.caches]
+    methods = {m.name: m for m in contract.methods}
+    out: list[torch.Tensor] = []
+    rows: list[int] = []
+    position = 0
+    for name, count in chunks:
+        method = methods[name]
+        padded = torch.zeros((1, method.step), dtype=torch.int64)
+        padded[:, :count] = tokens[:, position : position + count]
+        inputs = [padded, torch.tensor([position])]
+        if method.step > 1:
+            inputs.append(torch.tensor([count]))
+        logits = decoders[name](*inputs, *caches)[0].float()
+        position += count
+        if method.logits_rows is LogitsRows.ALL:
+            out.append(logits[:count])
+            rows.extend(range(position - count, position))
+        else:
+            out.append(logits)
+            rows.append(position - 1)
+    return torch.cat(out), rows

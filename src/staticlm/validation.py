@@ -1,0 +1,258 @@
+"""Is a written program right? stepwise == chunked == eager, on the runtime, against its source model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from staticlm.contract import CacheKind, Contract
+from staticlm.errors import Code, StaticLMError, UsageError
+from staticlm.runtime.runner import Runner, load
+from staticlm.runtime.session import Session
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Rows = npt.NDArray[np.float32]
+
+TOLERANCE = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 2e-1}
+"""Largest logits difference that passes, relative to the largest logit, by computation dtype."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One prompt length.
+
+    Args:
+        name: Why this length: `one`, `chunk`, `window+1`, `last`, ...
+        length: Tokens.
+        chunked: Largest logits difference of the chunked run from the source, relative.
+        stepwise: The same of the token-by-token run; None when it was not run at this length.
+        between: Largest difference of the two runs, relative; None as before.
+        argmax: Share of compared rows whose most likely token is the source's.
+    """
+
+    name: str
+    length: int
+    chunked: float
+    stepwise: float | None
+    between: float | None
+    argmax: float
+
+
+@dataclass(frozen=True)
+class Validation:
+    """The result of `validate`.
+
+    Args:
+        cases: Prompt lengths.
+        greedy_tokens: Tokens generated greedily after a prompt.
+        greedy_equal: How many agree with the source before the first difference.
+        tolerance: Largest relative difference that passes.
+        repeat: Largest absolute difference of a run after `reset` from the first one.
+    """
+
+    cases: tuple[Case, ...]
+    greedy_tokens: int
+    greedy_equal: int
+    greedy_margin: float
+    tolerance: float
+    repeat: float
+
+    @property
+    def worst(self) -> float:
+        """The largest relative difference of all runs."""
+        found = [0.0]
+        for case in self.cases:
+            found += [d for d in (case.chunked, case.stepwise, case.between) if d is not None]
+        return max(found, key=lambda d: np.inf if np.isnan(d) else d)
+
+    @property
+    def passed(self) -> bool:
+        """All differences within the tolerance, a repeatable run, and equal greedy tokens.
+
+        A greedy token may differ where the source's own two best logits are closer than the
+        tolerance: such a tie is decided by rounding.
+        """
+        greedy = self.greedy_equal == self.greedy_tokens or self.greedy_margin <= self.tolerance
+        return bool(self.worst <= self.tolerance) and self.repeat == 0.0 and greedy
+
+
+def validate(
+    artifact: str | Path,
+    reference: str | Path | PreTrainedModel,
+    *,
+    driver: str = "auto",
+    greedy_tokens: int = 32,
+    max_stepwise: int = 256,
+    seed: int = 7,
+    tolerance: float | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Validation:
+    """Compare a program with the model it was exported from.
+
+    Args:
+        artifact: Artifact directory or program.
+        reference: The source: directory, GGUF file, hub id, or a loaded model.
+        driver: Driver to run it on.
+        greedy_tokens: Tokens to generate greedily on both sides.
+        max_stepwise: Longest prompt that is also run token by token.
+        seed: Seed of the random prompt.
+        tolerance: Relative difference that passes; by the program's dtype when None.
+        progress: Told the name of every case.
+
+    Raises:
+        StaticLMError: The artifact or the reference cannot be used, or they do not fit each other.
+    """
+    from staticlm.export.source import load_source
+
+    with load(artifact, driver=driver) as runner:
+        contract = runner.contract
+        dtype = contract.decode.logits.spec.dtype
+        source = load_source(reference, dtype).model
+        _check_reference(contract, source)
+        limit = TOLERANCE[dtype] if tolerance is None else tolerance
+        lengths = plan_lengths(contract)
+        rng = np.random.default_rng(seed)
+        tokens = rng.integers(0, contract.vocab_size, contract.max_context_len).tolist()
+        progress("eager")
+        want = eager_logits(source, tokens)
+        cases = []
+        repeat = 0.0
+        for name, length in lengths:
+            progress(f"{name}: {length} tokens")
+            step_by_step = length <= max_stepwise
+            cases.append(_run_case(runner.session, name, tokens[:length], want, step_by_step))
+        progress("reset and repeat")
+        repeat = _repeat(runner.session, tokens[: lengths[min(1, len(lengths) - 1)][1]])
+        progress("greedy")
+        count, equal, margin = _greedy(runner, source, tokens, greedy_tokens)
+    return Validation(tuple(cases), count, equal, margin, limit, repeat)
+
+
+def plan_lengths(contract: Contract) -> list[tuple[str, int]]:
+    """Prompt lengths worth testing: chunk and window edges and the end of the capacity."""
+    capacity = contract.max_context_len
+    wanted: list[tuple[str, int]] = [("one", 1)]
+    for method in contract.prefills:
+        c = method.step
+        label = "chunk" if method is contract.prefills[0] else f"chunk {c}"
+        wanted += [(f"{label}-1", c - 1), (label, c), (f"{label}+1", c + 1)]
+        wanted.append((f"three times {label}+2", 3 * c + 2))
+    windows = {c.window for c in contract.caches if c.kind is CacheKind.SLIDING and c.window}
+    for w in sorted(windows):
+        wanted += [(f"window {w}-1", w - 1), (f"window {w}", w), (f"window {w}+1", w + 1)]
+        wanted.append((f"twice window {w}+3", 2 * w + 3))
+    wanted += [("last-1", capacity - 1), ("last", capacity)]
+    found: dict[int, str] = {}
+    for name, length in wanted:
+        if 1 <= length <= capacity:
+            found.setdefault(length, name)
+    return [(name, length) for length, name in sorted(found.items())]
+
+
+def eager_logits(model: PreTrainedModel, tokens: Sequence[int]) -> Rows:
+    """float32 `[len(tokens), vocabulary]`: one eager forward of the source model."""
+    import torch
+
+    with torch.no_grad():
+        out = model(input_ids=torch.tensor([list(tokens)]), use_cache=False)
+    rows: Rows = out.logits[0].float().numpy()
+    return rows
+
+
+def _check_reference(contract: Contract, source: Any) -> None:
+    head = source.get_output_embeddings()
+    width = getattr(getattr(head, "weight", None), "shape", [None])[0]
+    if width is not None and width != contract.vocab_size:
+        raise UsageError(
+            Code.USAGE,
+            "the reference model has another vocabulary than the program",
+            found=width,
+            expected=contract.vocab_size,
+            remedy="Name the model that the program was exported from.",
+        )
+
+
+def _relative(got: Rows, want: Rows) -> float:
+    scale = max(float(np.abs(want).max()), 1e-6)
+    return float(np.abs(got - want).max()) / scale
+
+
+def _run_case(
+    session: Session, name: str, tokens: Sequence[int], want: Rows, step_by_step: bool
+) -> Case:
+    session.reset()
+    got, rows = chunked_logits(session, tokens)
+    target = want[rows]
+    agree = float((got.argmax(-1) == target.argmax(-1)).mean())
+    stepwise = between = None
+    if step_by_step:
+        session.reset()
+        steps = np.stack([session.step(token) for token in tokens])
+        stepwise = _relative(steps, want[: len(tokens)])
+        between = _relative(got, steps[rows])
+    return Case(name, len(tokens), _relative(got, target), stepwise, between, agree)
+
+
+def chunked_logits(session: Session, tokens: Sequence[int]) -> tuple[Rows, list[int]]:
+    """Run tokens through the plan, and give the logits after every call with their row indexes."""
+    planned = session.plan(len(tokens))
+    out, rows, taken = [], [], 0
+    for call in planned.calls:
+        # One call at a time is the same plan: a suffix of a fewest-calls plan is one.
+        out.append(session.prefill(tokens[taken : taken + call.valid]))
+        taken += call.valid
+        rows.append(taken - 1)
+    return np.stack(out), rows
+
+
+def _repeat(session: Session, tokens: Sequence[int]) -> float:
+    session.reset()
+    first = session.prefill(tokens)
+    session.reset()
+    second = session.prefill(tokens)
+    return float(np.abs(first - second).max())
+
+
+def _greedy(
+    runner: Runner, source: Any, tokens: Sequence[int], count: int
+) -> tuple[int, int, float]:
+    """Tokens generated, how many agree, and the source's margin at the first difference."""
+    capacity = runner.contract.max_context_len
+    prompt = list(tokens[: max(1, min(capacity // 2, runner.contract.max_seq_len + 1))])
+    count = max(0, min(count, capacity - len(prompt)))
+    runner.session.reset()
+    logits = runner.session.prefill(prompt)
+    text = list(prompt)
+    for index in range(count):
+        text.append(int(logits.argmax()))
+        if index + 1 < count:
+            logits = runner.session.step(text[-1])
+    # Teacher forcing: one eager forward says what the source would have chosen at every place.
+    want = eager_logits(source, text)[len(prompt) - 1 : -1]
+    scale = max(float(np.abs(want).max()), 1e-6)
+    for index, row in enumerate(want):
+        chosen = text[len(prompt) + index]
+        if int(row.argmax()) != chosen:
+            return count, index, float(row.max() - row[chosen]) / scale
+    return count, count, 0.0
+
+
+def require(validation: Validation) -> None:
+    """Raise `VALIDATION_FAILED` when a validation did not pass."""
+    if not validation.passed:
+        raise StaticLMError(
+            Code.VALIDATION_FAILED,
+            "the program differs from its source",
+            found=f"a relative logits difference of {validation.worst:.3g}, "
+            f"{validation.greedy_equal} of {validation.greedy_tokens} greedy tokens equal, "
+            f"{validation.repeat:.3g} between two runs",
+            expected=f"at most {validation.tolerance:g}, all equal, 0",
+            remedy="Export the model again; if it stays so, report the model and the command.",
+        )
