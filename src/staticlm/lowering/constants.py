@@ -8,7 +8,7 @@ reserved first, `.` and `_` counting as equal because placeholders cannot tell t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ class Names:
 
     def __init__(self, reserved: Iterable[str] = ()) -> None:
         self._taken = {_plain(name) for name in reserved}
+        self.owners: dict[str, torch.Tensor] = {}
+        """The constant that each name belongs to, of the methods seen so far."""
 
     def reserve_program(self, program: ExportedProgram) -> None:
         """Reserve every key, target and placeholder of a program."""
@@ -88,28 +90,28 @@ def restore(program: ExportedProgram, method: str, kept: dict[str, str], names: 
     return bool(stock or kept)
 
 
-def separate(programs: Mapping[str, ExportedProgram], names: Names) -> None:
+def separate(program: ExportedProgram, method: str, names: Names) -> bool:
     """Rename, in place, constants that share a name with a different constant of another method.
 
-    A name is a key of the whole file when constants are stored outside the program. The first
-    method keeps its names; equal constants keep the one they share. Buffers that a method mutates
-    are state, and keep theirs.
+    A name is a key of the whole file when constants are stored outside the program. The method that
+    comes first keeps its names; equal constants keep the one they share. Buffers that a method
+    mutates are state, and keep theirs. Returns whether anything was renamed.
     """
-    owners: dict[str, torch.Tensor] = {}
-    for method, program in programs.items():
-        signature = program.graph_signature
-        mutated = set(signature.buffers_to_mutate.values())
-        renamed: dict[str, str] = {}
-        for spec in signature.input_specs:
-            name = spec.target
-            tensor = None if name is None else program.state_dict.get(name)
-            if name is not None and tensor is None:
-                tensor = program.constants.get(name)
-            if name is None or name in mutated or not isinstance(tensor, torch.Tensor):
-                continue
-            if not _same(owners.setdefault(name, tensor), tensor):
-                renamed[name] = names.fresh(f"{name}_{method}")
-        _rename(program, renamed)
+    signature = program.graph_signature
+    mutated = set(signature.buffers_to_mutate.values())
+    renamed: dict[str, str] = {}
+    for spec in signature.input_specs:
+        name = spec.target
+        tensor = None if name is None else program.state_dict.get(name)
+        if name is not None and tensor is None:
+            tensor = program.constants.get(name)
+        if name is None or name in mutated or not isinstance(tensor, torch.Tensor):
+            continue
+        if not _same(names.owners.setdefault(name, tensor), tensor):
+            renamed[name] = names.fresh(f"{name}_{method}")
+            names.owners[renamed[name]] = tensor
+    _rename(program, renamed)
+    return bool(renamed)
 
 
 class LiftConstants(ExportedProgramPassBase):  # type: ignore[misc]
@@ -125,10 +127,10 @@ class LiftConstants(ExportedProgramPassBase):  # type: ignore[misc]
         self._names = names
 
     def call(self, exported_program: ExportedProgram) -> ExportedProgramPassResult:
-        """Lift in place; `modified` says whether there was anything to lift."""
-        return ExportedProgramPassResult(
-            exported_program, lift_constants(exported_program, self._method, self._names)
-        )
+        """Lift and `separate` in place; `modified` says whether there was anything to do."""
+        lifted = lift_constants(exported_program, self._method, self._names)
+        renamed = separate(exported_program, self._method, self._names)
+        return ExportedProgramPassResult(exported_program, lifted or renamed)
 
 
 def lift_constants(program: ExportedProgram, method: str, names: Names) -> bool:

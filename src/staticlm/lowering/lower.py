@@ -12,11 +12,13 @@ from typing import Any, TypeVar
 
 from executorch.exir import EdgeCompileConfig, EdgeProgramManager, to_edge_transform_and_lower
 from executorch.exir.backend.partitioner import Partitioner
+from executorch.exir.lowered_backend_module import LoweredBackendModule
 from executorch.exir.pass_base import ExportedProgramPassBase, ExportedProgramPassResult
 from torch.export import ExportedProgram
 
 from staticlm.errors import Code, LoweringError
-from staticlm.lowering.constants import LiftConstants, Names, restore, separate, shield
+from staticlm.lowering.constants import LiftConstants, Names, restore, shield
+from staticlm.lowering.contributors import register_built_in
 from staticlm.lowering.passes import (
     CALLER,
     HookedPartitioner,
@@ -88,13 +90,13 @@ def lower(
             expected="distinct names",
         )
 
+    register_built_in()
     records: list[PassRecord] = []
     witnesses = [Witness.of(f"the program given for method {m!r}", p) for m, p in programs.items()]
     names = Names()
     for program in programs.values():
         names.reserve_program(program)
     own = {method: clone(program) for method, program in programs.items()}
-    separate(own, names)
     kept = {method: shield(program, names) for method, program in own.items()}
     hooked = {
         method: [
@@ -125,12 +127,30 @@ def lower(
             constant_methods=dict(constant_methods) if constant_methods else None,
             compile_config=compile_config,
         )
+    except SystemExit as error:  # a recording backend ends the process when it is done
+        raise LoweringError(
+            Code.LOWERING_FAILED, "a backend ended the lowering", found=str(error)
+        ) from error
     except Exception as error:
         refusal = first_refusal(error)
         if refusal is not None and refusal is not error:
             raise refusal from refusal.__cause__
         raise
+    _set_runtime_ids(edge, by_method)
     return Lowered(edge, tuple(records))
+
+
+def _set_runtime_ids(
+    edge: EdgeProgramManager, by_method: Mapping[str, Sequence[Partitioner]]
+) -> None:
+    """Name delegates as the runtime knows them, where a partitioner compiles under another id."""
+    ids: dict[str, str] = {}
+    for partitioner in (p for group in by_method.values() for p in group):
+        ids.update(getattr(partitioner, "runtime_backend_ids", {}))
+    for method in by_method if ids else ():
+        for module in edge.exported_program(method).graph_module.modules():
+            if isinstance(module, LoweredBackendModule) and module.backend_id in ids:
+                module._backend_id = ids[module.backend_id]
 
 
 class _Restore(ExportedProgramPassBase):  # type: ignore[misc]

@@ -1,0 +1,15 @@
+"""The passes that built-in adapters contribute for partitioners of ExecuTorch."""
+
+from __future__ import annotations
+
+from staticlm.lowering.qnn import contribution as qnn
+
+_registered = False
+
+
+def register_built_in() -> None:
+    """Register them, once. Imports no backend."""
+    global _registered
+    if not _registered:
+        _registered = True
+        qnn.register()
