@@ -59,7 +59,7 @@ class Session:
 
     def prepare(self, count: int = 1) -> None:
         """Load the methods that `count` more tokens need, and decode."""
-        self._check_usable()
+        self.check_usable()
         for name in {call.method for call in self.plan(count).calls} | {self.contract.decode.name}:
             self._manager.prepare(name)
 
@@ -119,7 +119,7 @@ class Session:
         Returns:
             False when they do not (a sliding window moved on); nothing changed then.
         """
-        self._check_usable()
+        self.check_usable()
         if isinstance(position, bool) or not 0 <= position <= self._position:
             raise RunnerError(
                 Code.TOKEN_INVALID,
@@ -156,7 +156,7 @@ class Session:
         self.close()
 
     def _checked(self, tokens: Sequence[int]) -> tuple[list[int], Plan]:
-        self._check_usable()
+        self.check_usable()
         ids = check_tokens(tokens, self.contract.vocab_size)
         if not ids:
             raise RunnerError(
@@ -185,7 +185,8 @@ class Session:
         if self._closed:
             raise RunnerError(Code.CLOSED, "the session is closed", remedy="Make a new one.")
 
-    def _check_usable(self) -> None:
+    def check_usable(self) -> None:
+        """Refuse a closed or broken session."""
         self._check_open()
         if self._broken is not None:
             raise RunnerError(

@@ -117,7 +117,11 @@ class Detokenizer:
         self._decode = decode
         self._ids = list(context)
         self._from = 0
-        self._shown = len(self._ids)
+        """First token that is decoded again: one piece back, for decoders that look behind."""
+        self._whole = len(self._ids)
+        """Tokens up to here are whole characters and were shown."""
+        self._shown = len(decode(self._ids))
+        """Characters shown of the text of the tokens from `_from` on."""
 
     def add(self, token: int) -> str:
         """The text that is certain after one more token; may be empty."""
@@ -129,13 +133,15 @@ class Detokenizer:
         return self._advance(final=True)
 
     def _advance(self, final: bool) -> str:
-        shown = self._decode(self._ids[self._from : self._shown])
         text = self._decode(self._ids[self._from :])
         unsure = len(text) - len(text.rstrip(REPLACEMENT))
-        if len(text) <= len(shown) or (0 < unsure <= HELD_REPLACEMENTS and not final):
-            return ""
-        self._from, self._shown = self._shown, len(self._ids)
-        return text[len(shown) :]
+        held = 0 if final else min(unsure, HELD_REPLACEMENTS)
+        piece = text[self._shown : len(text) - held]
+        self._shown += len(piece)
+        if piece and not unsure:
+            self._from, self._whole = self._whole, len(self._ids)
+            self._shown = len(self._decode(self._ids[self._from :]))
+        return piece
 
 
 class StopStrings:
@@ -157,6 +163,7 @@ class StopStrings:
                 )
         self._held = ""
         self.stopped = False
+        self.any = bool(self._stops)
 
     def add(self, piece: str) -> str:
         """The text that is certain to lie before a stop string."""

@@ -1,0 +1,6 @@
+"""`python -m staticlm`."""
+
+from staticlm.cli import main
+
+if __name__ == "__main__":
+    main()
