@@ -97,6 +97,21 @@ def share_identical_segments(path_in: str | Path, path_out: str | Path) -> int:
     return saved
 
 
+def repeated_bytes(path: str | Path) -> int:
+    """How many bytes `share_identical_segments` would save; nothing is written.
+
+    Raises:
+        ProgramError: `path` is not a whole program.
+    """
+    read_program(path)
+    with Path(path).open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
+        header = read_header(data)
+        try:
+            return max(0, len(data) - header.segment_base - _Plan(data, header).arrange())
+        except _Fixed:
+            return 0
+
+
 class _Plan:
     """Which segment shares which bytes, and where everything goes."""
 
