@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import shutil
 import time
@@ -13,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from staticlm.contract import LABEL, Contract
+from staticlm import __version__
+from staticlm.contract import Contract
 from staticlm.contract.program import ProgramFacts
 from staticlm.errors import Code, ExportError, StaticLMError
 from staticlm.export.ids import end_ids, first_id
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from staticlm.export.source import Source
     from staticlm.lowering.passes import PassRecord
 
-PRODUCERS = ("staticlm", "transformers", "torch", "executorch")
+PRODUCERS = ("transformers", "torch", "executorch")
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class ExportReport:
         shared_bytes: Bytes saved by storing equal segments once.
         seconds: Duration of every stage.
         records: Every pass that changed a graph while lowering.
+        metadata: What `export.json` records of the program.
     """
 
     path: Path
@@ -47,6 +48,7 @@ class ExportReport:
     shared_bytes: int
     seconds: dict[str, float] = field(default_factory=dict)
     records: tuple[PassRecord, ...] = ()
+    metadata: dict[str, Any] = field(default_factory=dict)
 
 
 def export_model(
@@ -77,6 +79,7 @@ def export_model(
         ExportError: The options, the model or the output path cannot be used. Nothing is written.
         LoweringError: The backend cannot be used, or lowering failed. Nothing is written.
     """
+    from staticlm.export.manifest import build_metadata
     from staticlm.export.programs import export_programs, plan_methods
     from staticlm.export.source import load_source
     from staticlm.lowering.pipeline import lower_to_file
@@ -124,7 +127,8 @@ def export_model(
             progress=clock,
         )
         clock("write the artifact")
-        _write_companions(staging, source, source_tokenizer, exported.contract, options, backend)
+        metadata = build_metadata(source.model, exported.contract, options, backend)
+        _write_companions(staging, source, source_tokenizer, metadata)
     return ExportReport(
         path=output,
         contract=exported.contract,
@@ -132,12 +136,13 @@ def export_model(
         shared_bytes=lowered.shared_bytes,
         seconds=clock.finish(),
         records=lowered.records,
+        metadata=metadata,
     )
 
 
 def producers() -> dict[str, str]:
     """Versions of the packages that make a program."""
-    return {name: importlib.metadata.version(name) for name in PRODUCERS}
+    return {"staticlm": __version__} | {name: importlib.metadata.version(name) for name in PRODUCERS}
 
 
 class _Clock:
@@ -213,52 +218,15 @@ def _staged(output: Path, overwrite: bool) -> Iterator[Path]:
 
 
 def _write_companions(
-    directory: Path,
-    source: Source,
-    tokenizer: Any,
-    contract: Contract,
-    options: ExportOptions,
-    backend: str,
+    directory: Path, source: Source, tokenizer: Any, metadata: dict[str, Any]
 ) -> None:
     """Everything beside the program: configurations, tokenizer, manifest."""
+    from staticlm.export.manifest import write_manifest
+
     source.model.config.save_pretrained(directory)
     generation = getattr(source.model, "generation_config", None)
     if generation is not None:
         generation.save_pretrained(directory)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
-    manifest = {
-        "schema_version": 1,
-        "export_format": LABEL,
-        "components": {
-            "model": {
-                "file": "model.pte",
-                "metadata": {
-                    "architecture": type(source.model).__name__,
-                    "packages": dict(contract.producers),
-                    "export_config": {
-                        "export_format": LABEL,
-                        "context_length": options.context_length,
-                        "prefill_lengths": list(options.prefill_lengths),
-                        "dtype": options.dtype,
-                        "cache_dtype": options.cache_dtype or options.dtype,
-                        "attention": options.attention,
-                        "logits": options.logits.value,
-                        "verify_length": options.verify_length,
-                        "backend": backend,
-                    },
-                    "export_dtype": options.dtype,
-                    "export_device": "cpu",
-                    "kwargs": {
-                        "input_ids": {
-                            "rank": 2,
-                            "shape": [1, contract.max_seq_len],
-                            "dtype": "int64",
-                        }
-                    },
-                },
-            }
-        },
-    }
-    text = json.dumps(manifest, indent=2) + "\n"
-    (directory / "export.json").write_text(text, encoding="utf-8")
+    write_manifest(directory, metadata)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from staticlm.contract import FLOAT_DTYPES, LogitsRows
 from staticlm.errors import Code, ExportError
 
 ATTENTION = ("auto", "split", "concat")
+
+QUANTIZE = ("8da4w", "int8")
+"""Schemes for linear weights."""
+
+QUANTIZE_EMBEDDING = (8, 4)
+"""Bits of a quantised embedding table."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +28,9 @@ class ExportOptions:
         attention: `split`, `concat`, or `auto` (chosen per backend and method).
         logits: Rows of logits of the prefill methods: `last` or `all`.
         verify_length: Tokens per call of a verify method with all rows of logits; None for no method.
+        quantize: `8da4w` (int4 weights in groups of 32) or `int8` (int8 weights per channel), both
+            with int8 dynamic activations; None keeps linear weights as they are.
+        quantize_embedding: Bits of the embedding table, 8 or 4; None keeps it as it is.
     """
 
     context_length: int = 1024
@@ -31,7 +40,8 @@ class ExportOptions:
     attention: str = "auto"
     logits: LogitsRows = LogitsRows.LAST
     verify_length: int | None = None
-    extra: dict[str, str] = field(default_factory=dict)
+    quantize: str | None = None
+    quantize_embedding: int | None = None
 
     def __post_init__(self) -> None:
         _integer("--context-length", self.context_length)
@@ -58,6 +68,11 @@ class ExportOptions:
                 raise _invalid(name, dtype, f"one of {', '.join(FLOAT_DTYPES)}")
         if self.attention not in ATTENTION:
             raise _invalid("--attention", self.attention, f"one of {', '.join(ATTENTION)}")
+        if self.quantize is not None and self.quantize not in QUANTIZE:
+            raise _invalid("--quantize", self.quantize, f"one of {', '.join(QUANTIZE)}")
+        bits = self.quantize_embedding
+        if bits is not None and (isinstance(bits, bool) or bits not in QUANTIZE_EMBEDDING):
+            raise _invalid("--quantize-embedding", bits, "8 or 4")
 
     @property
     def longest_step(self) -> int:
