@@ -22,6 +22,7 @@ from staticlm.lowering.passes import (
     register_pass_contributor,
     unregister_pass_contributor,
 )
+from staticlm.lowering.programs import clone, program_digest
 
 ADD = edge_ops.edge.aten.add.Tensor
 MUL = edge_ops.edge.aten.mul.Tensor
@@ -161,6 +162,24 @@ def test_a_partitioner_listed_twice_contributes_once(programs: dict[str, Exporte
     lower({"decode": programs["decode"]}, partitioners=[partitioner, partitioner])
     assert partitioner.asked == ["decode"]
     assert len(log) == 1
+
+
+class TakesInput(torch.nn.Module):
+    """Its argument has the name of a builtin, which graph copies rename."""
+
+    def forward(self, input: torch.Tensor, relu: torch.Tensor) -> torch.Tensor:
+        return torch.relu(input) + torch.relu(relu)
+
+
+def test_a_clone_keeps_names_and_tensors() -> None:
+    program = torch.export.export(TakesInput(), (torch.ones(2), torch.ones(2)))
+    copy = clone(program)
+    assert [n.name for n in copy.graph.nodes] == [n.name for n in program.graph.nodes]
+    assert program_digest(copy) == program_digest(program)
+    assert copy.module()(-torch.ones(2), torch.ones(2)).tolist() == [1.0, 1.0]
+    before = program_digest(program)
+    Doubling([])(copy.graph_module)
+    assert program_digest(program) == before != program_digest(copy)
 
 
 def test_programs_and_results(programs: dict[str, ExportedProgram]) -> None:

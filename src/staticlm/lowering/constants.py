@@ -77,6 +77,7 @@ def restore(program: ExportedProgram, method: str, kept: dict[str, str], names: 
 
     Returns whether anything was renamed.
     """
+    names.reserve_program(program)
     stock = {
         spec.target: names.fresh(f"_lifted_tensor_{method}")
         for spec in program.graph_signature.input_specs

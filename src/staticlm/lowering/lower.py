@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from executorch.exir import EdgeCompileConfig, EdgeProgramManager, to_edge_transform_and_lower
@@ -100,7 +101,15 @@ def lower(
     kept = {method: shield(program, names) for method, program in own.items()}
     hooked = {
         method: [
-            HookedPartitioner(p, method, records, witnesses, is_first(group, i))
+            HookedPartitioner(
+                p,
+                method,
+                records,
+                witnesses,
+                is_first(group, i),
+                # A transform may end with stock lifting, whose names the next one would reuse.
+                settle=partial(restore, method=method, kept={}, names=names),
+            )
             for i, p in enumerate(group)
         ]
         for method, group in by_method.items()
@@ -162,7 +171,6 @@ class _Restore(ExportedProgramPassBase):  # type: ignore[misc]
         self._names = names
 
     def call(self, exported_program: ExportedProgram) -> ExportedProgramPassResult:
-        self._names.reserve_program(exported_program)
         renamed = restore(exported_program, self._method, self._kept, self._names)
         return ExportedProgramPassResult(exported_program, renamed)
 

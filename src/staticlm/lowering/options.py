@@ -247,12 +247,15 @@ def _checked(table: OptionTable, option: Option, value: Any) -> Any:
 
 
 def _invalid(table: OptionTable, option: Option, found: str, expected: str) -> LoweringError:
+    words = expected.removeprefix("one of ").split(", ") if expected.startswith("one of ") else []
+    close = difflib.get_close_matches(found.strip("'"), words, n=1)
+    nearest = f" The nearest is {close[0]}." if close else ""
     return LoweringError(
         Code.BACKEND_OPTION_INVALID,
         f"option {option.name!r} of backend {table.backend!r} cannot have this value",
         found=found,
         expected=expected,
-        remedy=option.doc,
+        remedy=option.doc + nearest,
     )
 
 

@@ -230,6 +230,14 @@ class HookedPartitioner(Partitioner):  # type: ignore[misc]
 
     ExecuTorch's entry point calls `transform_for_pre_decomposition` on it, whether the
     partitioner's own or its adapter's.
+
+    Args:
+        inner: The partitioner.
+        method: The method.
+        records: Filled as transforms run.
+        witnesses: Programs that nobody may change.
+        first: Whether the partitioner is not listed before for this method.
+        settle: Called with the transformed program.
     """
 
     def __init__(
@@ -239,6 +247,7 @@ class HookedPartitioner(Partitioner):  # type: ignore[misc]
         records: list[PassRecord],
         witnesses: list[Witness],
         first: bool,
+        settle: Callable[[ExportedProgram], object] = lambda program: None,
     ) -> None:
         super().__init__(inner.spec if hasattr(inner, "_spec") else {})
         self.inner = inner
@@ -246,6 +255,7 @@ class HookedPartitioner(Partitioner):  # type: ignore[misc]
         self._records = records
         self._witnesses = witnesses
         self._first = first
+        self._settle = settle
 
     def partition(self, exported_program: ExportedProgram) -> PartitionResult:
         """The inner partitioner's partitions."""
@@ -279,6 +289,7 @@ class HookedPartitioner(Partitioner):  # type: ignore[misc]
         changed = program_digest(result) != before
         name = "transform_for_pre_decomposition"
         self._records.append(PassRecord(self._method, "pre-decomposition", who, name, changed))
+        self._settle(result)
         return result
 
 

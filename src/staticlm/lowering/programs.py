@@ -26,6 +26,8 @@ def clone(program: ExportedProgram) -> ExportedProgram:
     source = program.graph.output_node()
     if output is not None:
         graph.output(output, getattr(source, "type", None)).meta = copy.copy(source.meta)
+    for old, new in values.items():
+        new.name = old.name  # copying renames what shadows a builtin, such as `input`
     graph._codegen = copy.copy(program.graph._codegen)
     module = GraphModule(program.graph_module, graph)
     module.meta.update(program.graph_module.meta)
