@@ -9,12 +9,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from staticlm.build import export_model
     from staticlm.errors import Code, StaticLMError
+    from staticlm.export.options import ExportOptions
     from staticlm.runtime.generation import FinishReason, Generation, Stream
     from staticlm.runtime.runner import Runner, load
     from staticlm.runtime.sampling import SamplingOptions
+    from staticlm.validation import validate
+
+__version__ = "0.1.0"
 
 _HOMES = {
+    "ExportOptions": "staticlm.export.options",
+    "export_model": "staticlm.build",
+    "validate": "staticlm.validation",
     "Code": "staticlm.errors",
     "StaticLMError": "staticlm.errors",
     "FinishReason": "staticlm.runtime.generation",
@@ -27,13 +35,16 @@ _HOMES = {
 
 __all__ = [
     "Code",
+    "ExportOptions",
     "FinishReason",
     "Generation",
     "Runner",
     "SamplingOptions",
     "StaticLMError",
     "Stream",
+    "export_model",
     "load",
+    "validate",
 ]
 
 
