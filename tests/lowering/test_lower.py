@@ -8,6 +8,7 @@ import pytest
 import torch
 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
 from executorch.exir import to_edge_transform_and_lower
+from executorch.exir.backend.partitioner import PartitionResult
 from executorch.extension.pybindings.portable_lib import _load_for_executorch_from_buffer
 from torch.export import ExportedProgram
 
@@ -83,6 +84,20 @@ def test_arguments_that_do_not_fit(
     with pytest.raises(LoweringError, match=message) as caught:
         lower(programs, **arguments)
     assert caught.value.code is Code.LOWERING_FAILED
+
+
+class Greedy(XnnpackPartitioner):
+    """Asks for an operator to be kept whole and then does not take it."""
+
+    def partition(self, exported_program: ExportedProgram) -> PartitionResult:
+        return PartitionResult(exported_program, {})
+
+
+def test_what_executorch_raises_is_an_error_of_ours(programs: dict[str, ExportedProgram]) -> None:
+    with pytest.raises(LoweringError, match="registered by the partitioner Greedy") as caught:
+        lower({"decode": programs["decode"]}, partitioners=[Greedy()])
+    assert caught.value.code is Code.LOWERING_FAILED
+    assert isinstance(caught.value.__cause__, RuntimeError)
 
 
 def test_nothing_to_lower() -> None:

@@ -22,12 +22,12 @@ from staticlm.lowering.constants import LiftConstants, Names, restore, shield
 from staticlm.lowering.contributors import register_built_in
 from staticlm.lowering.passes import (
     CALLER,
-    HookedPartitioner,
     PassRecord,
     PassType,
     Pipeline,
     checked_passes,
     first_refusal,
+    hooked,
     is_first,
 )
 from staticlm.lowering.programs import Witness, clone
@@ -99,16 +99,16 @@ def lower(
         names.reserve_program(program)
     own = {method: clone(program) for method, program in programs.items()}
     kept = {method: shield(program, names) for method, program in own.items()}
-    hooked = {
+    stand_ins = {
         method: [
-            HookedPartitioner(
+            hooked(
                 p,
                 method,
                 records,
                 witnesses,
                 is_first(group, i),
                 # A transform may end with stock lifting, whose names the next one would reuse.
-                settle=partial(restore, method=method, kept={}, names=names),
+                partial(restore, method=method, kept={}, names=names),
             )
             for i, p in enumerate(group)
         ]
@@ -132,7 +132,7 @@ def lower(
         edge = to_edge_transform_and_lower(
             own,
             transform_passes=pipelines,
-            partitioner=hooked,
+            partitioner=stand_ins,
             constant_methods=dict(constant_methods) if constant_methods else None,
             compile_config=compile_config,
         )
@@ -142,9 +142,15 @@ def lower(
         ) from error
     except Exception as error:
         refusal = first_refusal(error)
-        if refusal is not None and refusal is not error:
+        if refusal is error:
+            raise
+        if refusal is not None:
             raise refusal from refusal.__cause__
-        raise
+        raise LoweringError(
+            Code.LOWERING_FAILED,
+            f"methods {', '.join(programs)} cannot be lowered",
+            found=f"{type(error).__name__}: {error}",
+        ) from error
     _set_runtime_ids(edge, by_method)
     return Lowered(edge, tuple(records))
 

@@ -293,6 +293,13 @@ class HookedPartitioner(Partitioner):  # type: ignore[misc]
         return result
 
 
+def hooked(inner: Partitioner, *arguments: Any) -> HookedPartitioner:
+    """A `HookedPartitioner` under the name of its partitioner, which ExecuTorch's messages give."""
+    cls = type(type(inner).__name__, (HookedPartitioner,), {})
+    made: HookedPartitioner = cls(inner, *arguments)
+    return made
+
+
 def checked_passes(passes: object, who: str, method: str) -> Sequence[PassType]:
     """A contribution that is a sequence of passes, or an error that names the contributor.
 
