@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -66,7 +67,8 @@ class Buffer:
         kind = np.dtype(dtype)
         self.check_range(offset, prod(shape) * kind.itemsize, f"a view {kind.name}{list(shape)}")
         self._views += 1
-        return array_at(self.address + offset, kind, shape, self, self._drop_view)
+        # Weak: the list of finalizers must not keep alive what only a garbage cycle still holds.
+        return array_at(self.address + offset, kind, shape, self, _drop_view, weakref.ref(self))
 
     def check_range(self, offset: int, nbytes: int, purpose: str) -> None:
         """Refuse a use of this memory after `free`, or beyond its end."""
@@ -83,11 +85,6 @@ class Buffer:
                 found=f"bytes {offset} to {offset + nbytes}",
                 expected=f"within 0 to {self.nbytes}",
             )
-
-    def _drop_view(self) -> None:
-        self._views -= 1
-        if self.freed and self._views == 0:
-            self._release()
 
     def _release(self) -> None:
         if not self._released:
@@ -243,7 +240,8 @@ def array_at(
     dtype: npt.DTypeLike,
     shape: tuple[int, ...],
     owner: object,
-    on_drop: Any = None,
+    on_drop: Callable[..., None] | None = None,
+    *arguments: object,
 ) -> npt.NDArray[Any]:
     """A numpy array over foreign memory that holds `owner`; `on_drop` is called when it is gone."""
     kind = np.dtype(dtype)
@@ -251,6 +249,14 @@ def array_at(
     block: Any = (ctypes.c_char * count).from_address(address)
     block._owner = owner  # ctypes arrays take attributes
     if on_drop is not None:
-        weakref.finalize(block, on_drop).atexit = False
+        weakref.finalize(block, on_drop, *arguments).atexit = False
     array: npt.NDArray[Any] = np.ndarray(shape, dtype=kind, buffer=block)
     return array
+
+
+def _drop_view(reference: weakref.ref[Buffer]) -> None:
+    buffer = reference()
+    if buffer is not None:
+        buffer._views -= 1
+        if buffer.freed and buffer._views == 0:
+            buffer._release()
