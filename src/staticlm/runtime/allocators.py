@@ -9,6 +9,7 @@ from staticlm.errors import Code, RunnerError
 from staticlm.runtime.buffers import BufferAllocator
 from staticlm.runtime.chain import ChainAllocator
 from staticlm.runtime.host import HostAllocator
+from staticlm.runtime.rpcmem import RpcmemAllocator
 from staticlm.runtime.shared_memory import SharedMemoryAllocator
 
 GROUP = "staticlm.allocators"
@@ -100,3 +101,4 @@ def _discover() -> None:
 
 register_allocator("host", HostAllocator)
 register_allocator("shm", SharedMemoryAllocator)
+register_allocator("rpcmem", RpcmemAllocator)
