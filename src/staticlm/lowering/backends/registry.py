@@ -20,6 +20,7 @@ _BUILT_IN = {
     "qnn": "Qnn",
     "vulkan": "Vulkan",
     "coreml": "CoreML",
+    "openvino": "OpenVINO",
 }
 
 _backends: dict[str, Backend] = {}
