@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from staticlm.errors import Code, ExportError
@@ -29,13 +29,18 @@ _IGNORED = frozenset(
         "position_ids", "use_cache", "cache", "past_key_values", "sliding_window", "output_attentions",
         "output_hidden_states", "position_embeddings", "cache_position", "deterministic", "training",
         "layer_idx", "head_mask", "dropout", "logits_to_keep", "return_dict", "is_causal",
+        "output_router_logits",
     }
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What one layer handed to attention."""
+    """What one layer handed to attention.
+
+    Args:
+        owner: The layer whose keys these are: another one where layers share keys and values.
+    """
 
     layer: int
     heads: int
@@ -43,20 +48,26 @@ class AttentionCall:
     key_width: int
     value_width: int
     sliding_window: int | None
+    owner: int
+    key: Tensor = field(repr=False, compare=False)
 
 
 @dataclass
 class Chunk:
     """The state of one trace of one method.
 
-    `key_caches` and `value_caches` are `[kv heads, slots, width]` by layer. `past_masks` (additive,
-    `[1 or groups*step, slots]`) and `chunk_masks` (`[groups*step, step]`, None for one token) are
-    functions of the layer and its group count. `new` collects keys and values `[kv heads, step, width]`.
+    `owners` gives the layer that owns the caches of a layer. `key_caches` and `value_caches` are
+    `[kv heads, slots, width]` by owning layer. `past_mask` (additive, `[1 or groups*step, slots]`) and
+    `chunk_mask` (`[groups*step, step]`, None for one token) are functions of the layer and its group
+    count. `start` is the position of the first row, `[1]`. `new` collects the owning layers' keys and
+    values `[kv heads, step, width]`.
     """
 
     mode: str
-    key_caches: list[Tensor]
-    value_caches: list[Tensor]
+    start: Tensor
+    owners: list[int]
+    key_caches: dict[int, Tensor]
+    value_caches: dict[int, Tensor]
     past_mask: Callable[[int, int], Tensor]
     chunk_mask: Callable[[int, int], Tensor | None]
     new: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -84,8 +95,10 @@ class _CaptureLayer(CacheLayerMixin):  # type: ignore[misc]
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return query_length, 0
 
-    def get_seq_length(self) -> int:
-        return 0
+    def get_seq_length(self) -> int | Tensor:
+        # Asked for by attention that scales queries by position; elsewhere positions are given.
+        chunk = _chunk.get()
+        return 0 if chunk is None else chunk.start
 
     def get_max_length(self) -> int:
         return -1
@@ -115,17 +128,6 @@ def probing() -> Iterator[list[AttentionCall]]:
         yield calls
     finally:
         _probe.reset(token)
-
-
-@contextmanager
-def use_static_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Route the model's attention to `static_attention`, and back at the end."""
-    before = model.config._attn_implementation
-    model.set_attn_implementation(NAME)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before or "eager")
 
 
 def static_attention(
@@ -172,7 +174,8 @@ def static_attention(
     calls = _probe.get()
     if calls is not None:
         window = kwargs.get("sliding_window")
-        calls.append(AttentionCall(layer, heads, kv_heads, width, value_width, window))
+        owner = next((c.owner for c in calls if c.key is key), layer)
+        calls.append(AttentionCall(layer, heads, kv_heads, width, value_width, window, owner, key))
         return query.new_zeros((1, step, heads, value_width)), None
     chunk = _chunk.get()
     if chunk is None:
@@ -183,12 +186,14 @@ def static_attention(
     rows = (query * scale).reshape(kv_heads, groups * step, width)
     new_key = key.reshape(kv_heads, step, width)
     new_value = value.reshape(kv_heads, step, value_width)
-    chunk.new[layer] = (new_key, new_value)
+    owner = chunk.owners[layer]
+    if owner == layer:
+        chunk.new[layer] = (new_key, new_value)
     attend = _MODES[chunk.mode]
     out = attend(
         rows,
-        cast(chunk.key_caches[layer], rows.dtype),
-        cast(chunk.value_caches[layer], rows.dtype),
+        cast(chunk.key_caches[owner], rows.dtype),
+        cast(chunk.value_caches[owner], rows.dtype),
         new_key,
         new_value,
         chunk.past_mask(layer, groups),

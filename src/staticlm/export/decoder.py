@@ -66,13 +66,18 @@ class StaticDecoder(nn.Module):
     def forward(self, tokens: Tensor, start: Tensor, *rest: Tensor) -> Tensor:
         step = self.plan.step
         length, caches = (None, rest) if step == 1 else (rest[0], rest[1:])
-        keys, values = list(caches[0::2]), list(caches[1::2])
+        layers = self.traits.layers
+        owning = [layer.index for layer in layers if layer.owner == layer.index]
+        keys = dict(zip(owning, caches[0::2], strict=True))
+        values = dict(zip(owning, caches[1::2], strict=True))
         rows = self.constants.get("rows", lambda: torch.arange(step))
         positions = start + rows
         masks = _Masks(
             self.constants, self._dtype, step, start, positions, self.traits, self._slots
         )
-        chunk = Chunk(self.plan.attention, keys, values, masks.past, masks.chunk)
+        owners = [layer.owner for layer in layers]
+        mode = self.plan.attention
+        chunk = Chunk(mode, start, owners, keys, values, masks.past, masks.chunk)
         keep: int | Tensor = 0
         if length is not None and self.plan.logits_rows is LogitsRows.LAST:
             keep = length - 1
@@ -80,7 +85,7 @@ class StaticDecoder(nn.Module):
             out = self.model(
                 input_ids=tokens,
                 position_ids=positions.reshape(1, step),
-                cache=capture_cache(len(self.traits.layers)),
+                cache=capture_cache(len(layers)),
                 use_cache=True,
                 logits_to_keep=keep,
             )
@@ -89,7 +94,7 @@ class StaticDecoder(nn.Module):
             real = (rows < length).to(self._dtype).reshape(1, step, 1)
         # All writes come after the whole model: a write inside a layer would split the delegate.
         wrapped: dict[int, Tensor] = {}
-        for layer in self.traits.layers:
+        for layer in (layers[index] for index in owning):
             slots = self._slots[layer.index]
             where = positions
             if layer.kind is CacheKind.SLIDING and slots < self._capacity:
@@ -124,17 +129,20 @@ class _Masks:
         self._positions = positions
         self._layers = traits.layers
         self._slots = slots
-        self._made: dict[tuple[int | None, int, int], Tensor] = {}
+        self._made: dict[tuple[object, ...], Tensor] = {}
 
     def past(self, layer: int, groups: int) -> Tensor:
-        """`[1, slots]` for a full layer, `[groups * step, slots]` for a sliding one."""
+        """`[1, slots]` where all rows see the same, else `[groups * step, slots]`."""
         facts = self._layers[layer]
-        slots = self._slots[layer]
-        repeat = 1 if facts.kind is CacheKind.FULL or self._step == 1 else groups
-        key = (facts.window, slots, repeat)
+        slots = self._slots[facts.owner]
+        plain = facts.kind is CacheKind.FULL and facts.chunk is None
+        repeat = 1 if plain or self._step == 1 else groups
+        key = ("past", facts.window, facts.chunk, slots, repeat)
         if key not in self._made:
             visible = (
-                self._full(slots) if facts.kind is CacheKind.FULL else self._ring(facts, slots)
+                self._full(facts, slots)
+                if facts.kind is CacheKind.FULL
+                else self._ring(facts, slots)
             )
             mask = (visible.to(self._dtype) - 1.0) * -masked_value(self._dtype)
             self._made[key] = mask if repeat == 1 else self._repeat(mask, repeat)
@@ -144,10 +152,24 @@ class _Masks:
         """`[groups * step, step]`, or None for one token: it always sees itself."""
         if self._step == 1:
             return None
-        window = self._layers[layer].window
-        return self._constants.get(
+        window, chunk = self._layers[layer].window, self._layers[layer].chunk
+        mask = self._constants.get(
             f"chunk_mask_{window or 0}_{groups}", lambda: self._chunk_mask(window).repeat(groups, 1)
         )
+        if chunk is None:
+            return mask
+        key = ("chunk", chunk, groups)
+        if key not in self._made:
+            begin = self._chunk_begin(chunk)
+            together = begin == begin.reshape(1, -1)
+            apart = (together.to(self._dtype) - 1.0) * -masked_value(self._dtype)
+            self._made[key] = torch.minimum(self._repeat(apart, groups), mask)
+        return self._made[key]
+
+    def _chunk_begin(self, chunk: int) -> Tensor:
+        """`[step, 1]`: the first position of the attention chunk that each row is in."""
+        positions = self._positions.reshape(-1, 1)
+        return positions - torch.remainder(positions, chunk)
 
     def _chunk_mask(self, window: int | None) -> Tensor:
         row = torch.arange(self._step).reshape(-1, 1)
@@ -161,8 +183,11 @@ class _Masks:
     def _index(self, slots: int) -> Tensor:
         return self._constants.get(f"slots_{slots}", lambda: torch.arange(slots).reshape(1, -1))
 
-    def _full(self, slots: int) -> Tensor:
-        return self._index(slots) < self._start
+    def _full(self, facts: LayerTraits, slots: int) -> Tensor:
+        before = self._index(slots) < self._start
+        if facts.chunk is None:
+            return before
+        return torch.logical_and(before, self._index(slots) >= self._chunk_begin(facts.chunk))
 
     def _ring(self, facts: LayerTraits, slots: int) -> Tensor:
         """Slot j holds the last position before the chunk that is congruent to j."""

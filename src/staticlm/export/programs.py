@@ -24,10 +24,10 @@ from staticlm.contract import (
     TensorSpec,
 )
 from staticlm.errors import Code, ExportError
-from staticlm.export.attention import use_static_attention
 from staticlm.export.decoder import TORCH_DTYPES, MethodPlan, StaticDecoder
 from staticlm.export.options import ExportOptions
 from staticlm.export.selfcheck import check_against_source
+from staticlm.export.static_form import use_static_form
 from staticlm.export.traits import ModelTraits, inspect_model
 
 _INT64_1 = TensorSpec("int64", (1,))
@@ -64,10 +64,12 @@ def plan_methods(options: ExportOptions, attention: Callable[[str], str]) -> tup
 
 
 def plan_caches(traits: ModelTraits, options: ExportOptions) -> tuple[Cache, ...]:
-    """Key and value cache of every layer, in slot order."""
+    """Key and value cache of every layer that owns some, in slot order."""
     caches = []
     dtype = options.cache_dtype or options.dtype
     for layer in traits.layers:
+        if layer.owner != layer.index:
+            continue
         slots = options.context_length
         if layer.kind is CacheKind.SLIDING:
             assert layer.window is not None
@@ -178,7 +180,7 @@ def export_programs(
     progress("compare with the source")
     check_against_source(model, decoders, contract)
     programs = {}
-    with torch.no_grad(), use_static_attention(model):
+    with torch.no_grad(), use_static_form(model):
         for method in contract.methods:
             progress(f"trace {method.name}")
             programs[method.name] = _trace(decoders[method.name], method, contract)
@@ -223,8 +225,10 @@ def _trace(decoder: StaticDecoder, method: Method, contract: Contract) -> Export
 def _check_signature(program: ExportedProgram, method: Method) -> None:
     """Slots are recorded by index, so the traced signature must be the one we planned."""
     signature = program.graph_signature
-    # Before functionalisation the signature does not list mutations: read them off the graph.
-    mutated = {
+    # Before functionalisation the signature does not list mutations: read them off the graph. Writes
+    # into intermediate values are the model's own affair.
+    placeholders = {str(node) for node in program.graph.nodes if node.op == "placeholder"}
+    mutated = placeholders & {
         str(node.args[0])
         for node in program.graph.nodes
         if node.op == "call_function" and str(node.target).rsplit(".", 1)[0].endswith("_")

@@ -184,7 +184,61 @@ def _float(constants: Constants, x: Tensor) -> Any:
     return x if x.dtype is torch.float32 else NotImplemented
 
 
+class _Complex:
+    """A complex tensor as two real ones, for the few operations that rotary embeddings use."""
+
+    def __init__(self, real: Tensor, imag: Tensor) -> None:
+        self.real, self.imag = real, imag
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Lets torch's functions accept it; the mode has answered those that are known."""
+        return NotImplemented
+
+    @property
+    def device(self) -> torch.device:
+        return self.real.device
+
+    def to(self, device: torch.device) -> _Complex:
+        return self
+
+    def unsqueeze(self, dim: int) -> _Complex:
+        return _Complex(self.real.unsqueeze(dim), self.imag.unsqueeze(dim))
+
+    def __getitem__(self, index: Any) -> _Complex:
+        return _Complex(self.real[index], self.imag[index])
+
+    def __mul__(self, other: Any) -> _Complex:
+        if not isinstance(other, _Complex):
+            return _Complex(self.real * other, self.imag * other)
+        return _Complex(
+            self.real * other.real - self.imag * other.imag,
+            self.real * other.imag + self.imag * other.real,
+        )
+
+
+def _polar(constants: Constants, length: Tensor, angle: Tensor) -> Any:
+    return _Complex(length * torch.cos(angle), length * torch.sin(angle))
+
+
+def _view_as_complex(constants: Constants, x: Tensor) -> Any:
+    return _Complex(x[..., 0], x[..., 1])
+
+
+def _view_as_real(constants: Constants, x: Any) -> Any:
+    if not isinstance(x, _Complex):
+        return NotImplemented
+    parts = [part.reshape(*part.shape, 1) for part in (x.real, x.imag)]
+    return torch.cat(parts, dim=-1)
+
+
 _HANDLERS: dict[Any, _Handler] = {
+    # No runtime here has complex tensors.
+    torch.polar: _polar,
+    torch.view_as_complex: _view_as_complex,
+    torch.view_as_real: _view_as_real,
     torch.mean: _mean,
     torch.Tensor.mean: _mean,
     torch.Tensor.__getitem__: _getitem,

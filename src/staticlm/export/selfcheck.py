@@ -6,15 +6,15 @@ that the rewrite does not know. `staticlm validate` later proves the written pro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from transformers import PreTrainedModel
 
 from staticlm.contract import CacheKind, Contract, LogitsRows, MethodRole
 from staticlm.errors import Code, ExportError
-from staticlm.export.attention import use_static_attention
 from staticlm.export.decoder import TORCH_DTYPES, StaticDecoder
+from staticlm.export.static_form import use_static_form
 
 _LONGEST = 1536
 _TOLERANCE = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 2e-1}
@@ -44,8 +44,8 @@ def check_against_source(
     tokens = torch.randint(0, contract.vocab_size, (1, total), generator=generator)
     with torch.no_grad():
         want = model(input_ids=tokens, use_cache=False).logits[0].float()
-        with use_static_attention(model):
-            got, rows = _drive(decoders, contract, tokens, chunks)
+        with use_static_form(model):
+            got, rows = drive_methods(decoders, contract, tokens, chunks)
     scale = want.abs().max().clamp(min=1e-6)
     difference = float(((got - want[rows]).abs().max() / scale).item())
     limit = _TOLERANCE[str(model.dtype).removeprefix("torch.")]
@@ -84,12 +84,27 @@ def _chunks(contract: Contract) -> list[tuple[str, int]]:
     return chunks
 
 
-def _drive(
+def drive_methods(
     decoders: Mapping[str, StaticDecoder],
     contract: Contract,
     tokens: torch.Tensor,
-    chunks: list[tuple[str, int]],
+    chunks: Sequence[tuple[str, int]],
+    pad: int = 0,
 ) -> tuple[torch.Tensor, list[int]]:
+    """Run tokens through methods in eager mode, from empty caches.
+
+    Call it under `use_static_form`.
+
+    Args:
+        decoders: The methods, by name.
+        contract: Their contract.
+        tokens: int64 `[1, total]`.
+        chunks: Method and number of real tokens of every call.
+        pad: Token id that fills a short chunk.
+
+    Returns:
+        float32 logits `[rows, vocabulary]` and the position of every row.
+    """
     caches = [torch.zeros(c.spec.shape, dtype=TORCH_DTYPES[c.spec.dtype]) for c in contract.caches]
     methods = {m.name: m for m in contract.methods}
     out: list[torch.Tensor] = []
@@ -97,7 +112,7 @@ def _drive(
     position = 0
     for name, count in chunks:
         method = methods[name]
-        padded = torch.zeros((1, method.step), dtype=torch.int64)
+        padded = torch.full((1, method.step), pad, dtype=torch.int64)
         padded[:, :count] = tokens[:, position : position + count]
         inputs = [padded, torch.tensor([position])]
         if method.step > 1:

@@ -39,14 +39,16 @@ def load_source(model: str | Path | PreTrainedModel, dtype: str) -> Source:
     """Load a causal language model and its tokenizer.
 
     Args:
-        model: Directory, GGUF file, hub id, or a model that is already loaded (converted to `dtype`).
+        model: Directory, GGUF file, hub id, or a model that is already loaded; it is used as it is, or a
+            copy of it in `dtype`.
         dtype: `float32`, `float16` or `bfloat16`.
 
     Raises:
         ExportError: `MODEL_NOT_FOUND` or `MODEL_INVALID`, with what the loader said.
     """
     if isinstance(model, PreTrainedModel):
-        loaded = model if model.dtype is TORCH_DTYPES[dtype] else model.to(TORCH_DTYPES[dtype])
+        wanted = TORCH_DTYPES[dtype]
+        loaded = model if model.dtype is wanted else copy.deepcopy(model).to(wanted)
         return Source(type(model).__name__, loaded.eval(), None)
     name = str(model)
     arguments = _locate(name)

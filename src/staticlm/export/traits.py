@@ -14,10 +14,13 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from staticlm.contract import CacheKind
 from staticlm.errors import Code, ExportError
-from staticlm.export.attention import AttentionCall, capture_cache, probing, use_static_attention
+from staticlm.export.attention import AttentionCall, capture_cache, probing
+from staticlm.export.static_form import use_static_form
 
 _SLIDING = ("sliding_attention",)
 _FULL = ("full_attention",)
+_CHUNKED = ("chunked_attention",)
+_BLOCK_TYPES = {"attention": "full_attention"}
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
 _LENGTH_ROPE = ("dynamic", "longrope")
 
@@ -34,6 +37,9 @@ class LayerTraits:
         kv_heads: Key and value heads.
         key_width: Width of a key head.
         value_width: Width of a value head.
+        owner: The layer whose caches it reads: itself, or an earlier one that it shares them with.
+        chunk: Length of the attention chunks that a layer does not look out of; None for no limit, or
+            where the whole capacity is one chunk.
     """
 
     index: int
@@ -43,6 +49,8 @@ class LayerTraits:
     kv_heads: int
     key_width: int
     value_width: int
+    owner: int
+    chunk: int | None = None
 
 
 @dataclass(frozen=True)
@@ -69,14 +77,15 @@ def inspect_model(model: PreTrainedModel, capacity: int) -> ModelTraits:
         ExportError: `MODEL_UNSUPPORTED`, naming the layer kind, RoPE type or trait in the way.
     """
     config = model.config.get_text_config(decoder=True)
-    _check_architecture(model)
-    kinds = _layer_kinds(config)
+    _check_causal(model)
+    kinds = _layer_kinds(config, capacity)
+    _check_attention_backend(model)
     rope_types = _rope_types(config, capacity)
     max_positions = getattr(config, "max_position_embeddings", None)
     _check_learned_positions(model, max_positions, capacity)
     calls = _probe(model, len(kinds))
     layers = []
-    for index, ((kind, window), call) in enumerate(zip(kinds, calls, strict=True)):
+    for index, ((kind, window, chunk), call) in enumerate(zip(kinds, calls, strict=True)):
         if call.sliding_window is not None and kind is CacheKind.FULL:
             raise _refuse(
                 f"layer {index}: the configuration says full attention",
@@ -91,9 +100,24 @@ def inspect_model(model: PreTrainedModel, capacity: int) -> ModelTraits:
             )
         layers.append(
             LayerTraits(
-                index, kind, window, call.heads, call.kv_heads, call.key_width, call.value_width
+                index,
+                kind,
+                window,
+                call.heads,
+                call.kv_heads,
+                call.key_width,
+                call.value_width,
+                call.owner,
+                chunk,
             )
         )
+        owner = layers[call.owner]
+        if (owner.kind, owner.window, owner.chunk) != (kind, window, chunk):
+            raise _refuse(
+                f"layer {index} shares keys and values with layer {call.owner}",
+                f"{kind.value} attention on one, {owner.kind.value} on the other",
+                "layers of one kind",
+            )
     return ModelTraits(
         architecture=type(model).__name__,
         model_type=str(config.model_type),
@@ -115,47 +139,82 @@ def _refuse(what: str, found: object, expected: object, remedy: str | None = Non
     )
 
 
-def _check_architecture(model: PreTrainedModel) -> None:
+def _check_causal(model: PreTrainedModel) -> None:
     if model.config.is_encoder_decoder:
         raise _refuse(
             "the architecture", f"encoder-decoder {type(model).__name__}", "a decoder-only model"
         )
     if not model.can_generate():
         raise _refuse("the architecture", type(model).__name__, "a causal language model")
-    if not getattr(model.config.get_text_config(decoder=True), "is_causal", True):
+    config = model.config.get_text_config(decoder=True)
+    if not getattr(config, "is_causal", True):
         raise _refuse("the attention", "bidirectional", "causal")
-    if not getattr(model, "_supports_attention_backend", False):
-        raise _refuse(
-            f"attention of {type(model).__name__}",
-            "its own implementation",
-            "one that takes transformers' attention interface",
-        )
 
 
-def _layer_kinds(config: Any) -> list[tuple[CacheKind, int | None]]:
-    shared = getattr(config, "num_kv_shared_layers", None)
-    if shared:
-        raise _refuse("key and value sharing between layers", f"{shared} sharing layers", "none")
+def _check_attention_backend(model: PreTrainedModel) -> None:
+    if getattr(model, "_supports_attention_backend", False):
+        return
+    index, name = _first_layer(model)
+    raise _refuse(
+        f"layer {index}" if index is not None else f"attention of {type(model).__name__}",
+        f"{name}, an implementation of its own",
+        "attention that goes through transformers' attention interface",
+    )
+
+
+def _first_layer(model: PreTrainedModel) -> tuple[int | None, str]:
+    """The first decoder layer's mixing module, by class name."""
+    stacks = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) > 0]
+    if not stacks:
+        return None, type(model).__name__
+    for name, child in stacks[0][0].named_children():
+        if any(word in name.lower() for word in ("attn", "attention", "mixer", "mamba", "lstm")):
+            return 0, type(child).__name__
+    return 0, type(stacks[0][0]).__name__
+
+
+_Kind = tuple[CacheKind, "int | None", "int | None"]
+
+
+def _layer_kinds(config: Any, capacity: int) -> list[_Kind]:
+    """Cache kind, window and attention chunk of every layer."""
     layer_types, kwargs = get_layer_types_and_kwargs(config)
-    kinds: list[tuple[CacheKind, int | None]] = []
+    named = getattr(config, "layers_block_type", None) or getattr(config, "block_types", None)
+    if named and getattr(config, "layer_types", None) is None:
+        layer_types = [_BLOCK_TYPES.get(str(name), str(name)) for name in named]
+        kwargs = [{} for _ in layer_types]
+    modes = getattr(config, "kv_sharing_modes", None) or [None] * len(layer_types)
+    kinds: list[_Kind] = []
     for index, (name, extra) in enumerate(zip(layer_types, kwargs, strict=True)):
+        if name == "dummy" and modes[index] == "reuse":
+            name, extra = _own_type(config, index)
+        length = extra.get("sliding_window")
         if name in _FULL:
-            kinds.append((CacheKind.FULL, None))
-        elif name in _SLIDING:
-            window = extra.get("sliding_window")
-            if not isinstance(window, int) or isinstance(window, bool) or window < 1:
-                raise _refuse(f"sliding window of layer {index}", window, "a positive integer")
-            kinds.append((CacheKind.SLIDING, window))
-        else:
+            kinds.append((CacheKind.FULL, None, None))
+            continue
+        if name not in _SLIDING + _CHUNKED:
             raise _refuse(
                 f"layer {index}",
                 f"layer type {name!r}",
-                f"one of {', '.join(_FULL + _SLIDING)}",
+                f"one of {', '.join(_FULL + _SLIDING + _CHUNKED)}",
                 "A layer that keeps another state than keys and values by position is not exported.",
             )
+        if not isinstance(length, int) or isinstance(length, bool) or length < 1:
+            what = "attention chunk" if name in _CHUNKED else "sliding window"
+            raise _refuse(f"{what} of layer {index}", length, "a positive integer")
+        if name in _CHUNKED:
+            kinds.append((CacheKind.FULL, None, length if length < capacity else None))
+        else:
+            kinds.append((CacheKind.SLIDING, length, None))
     if not kinds:
         raise _refuse("the decoder", "no layers", "at least one attention layer")
     return kinds
+
+
+def _own_type(config: Any, index: int) -> tuple[str, dict[str, Any]]:
+    """Type and window of a layer that transformers counts as one without a cache."""
+    layer = config.per_layer_config[index]
+    return config.layer_types[index], {"sliding_window": getattr(layer, "sliding_window", None)}
 
 
 def _rope_types(config: Any, capacity: int) -> tuple[str, ...]:
@@ -215,7 +274,7 @@ def _probe(model: PreTrainedModel, layers: int) -> list[AttentionCall]:
     device = next(model.parameters()).device
     tokens = torch.zeros((1, 2), dtype=torch.int64, device=device)
     positions = torch.arange(2, device=device).reshape(1, 2)
-    with torch.no_grad(), use_static_attention(model), probing() as calls:
+    with torch.no_grad(), use_static_form(model), probing() as calls:
         try:
             model(
                 input_ids=tokens,
