@@ -149,10 +149,17 @@ def lower(
         raise LoweringError(
             Code.LOWERING_FAILED,
             f"methods {', '.join(programs)} cannot be lowered",
-            found=f"{type(error).__name__}: {error}",
+            found=_root(error),
         ) from error
     _set_runtime_ids(edge, by_method)
     return Lowered(edge, tuple(records))
+
+
+def _root(error: BaseException) -> str:
+    """The first error of a chain, which pass managers wrap in ones of their own."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}"
 
 
 def _set_runtime_ids(

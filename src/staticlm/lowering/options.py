@@ -218,7 +218,7 @@ def read_option_file(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def describe(table: OptionTable) -> list[tuple[str, str, str, str, str]]:
-    """Rows for people: name, what takes it, type, default, meaning."""
+    """Rows for people: name, variant or backend, type, default, meaning."""
     rows: list[tuple[str, str, str, str, str]] = []
     for option in (table.selector, *table.options):
         if option is None:

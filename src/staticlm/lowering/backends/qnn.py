@@ -19,7 +19,7 @@ class Qnn(Backend):
     name = "qnn"
     summary = "Qualcomm Hexagon NPU, Adreno GPU and low-power AI (needs QNN_SDK_ROOT)"
     options = TABLE
-    attention_modes = ("concat", "split")
+    attention_modes = ("split", "concat")  # neither is measured on a device
     dtypes = ("float32", "float16")
     cache_dtypes = ("float32", "float16")
 
