@@ -72,6 +72,15 @@ class Busy(torch.nn.Module):
         return x
 
 
+class Twice(torch.nn.Module):
+    """Returns one tensor as two outputs."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x float32 [1, WIDTH] -> `2x` of the same shape, twice."""
+        y = x + x
+        return y, y
+
+
 class Int8Lookup(torch.nn.Module):
     """An embedding in 8 bits: needs a kernel of the quantized library."""
 
@@ -219,6 +228,13 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
         planned_outputs=False,
     ),
     "busy": lambda path: write_program(path, {"a": _busy(16), "b": _busy(4), "long": _busy(512)}),
+    "twice": lambda path: write_program(
+        path,
+        {"forward": (Twice(), (torch.zeros(1, WIDTH),))},
+        in_place=False,
+        planned_outputs=False,
+        delegate=False,
+    ),
     "quantized": lambda path: write_program(
         path,
         {"forward": (Int8Lookup(), (torch.zeros(1, 3, dtype=torch.int64),))},

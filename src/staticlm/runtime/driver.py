@@ -96,6 +96,11 @@ class Driver(Protocol):
         ...
 
     @property
+    def threads(self) -> int:
+        """Threads of the pool; 0 when it is out of reach."""
+        ...
+
+    @property
     def description(self) -> str:
         """One line for `inspect` and `stats`: which bindings, of which version."""
         ...
