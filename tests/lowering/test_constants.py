@@ -15,6 +15,7 @@ from executorch.exir import (
 )
 from executorch.exir.dialects._ops import ops as edge_ops
 from executorch.exir.pass_base import ExportedProgramPassBase, ExportedProgramPassResult
+from executorch.exir.passes.constant_prop_pass import constant_prop_pass
 from executorch.extension.pybindings.portable_lib import (
     _load_for_executorch,
     _load_for_executorch_from_buffer,
@@ -159,6 +160,38 @@ def test_equal_tables_keep_one_name_and_one_copy() -> None:
     (stored,) = manager._emitter_output.external_constant_map.values()
     assert set(stored) == {"table", "shared"}
     assert len(manager._emitter_output.external_constant_buffer) == 2
+
+
+class Folded(torch.nn.Module):
+    """Its table is folded into a new constant, which upstream numbers from 0 in every method."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.full((3,), value))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.sqrt(self.table)
+
+
+class Fold(ExportedProgramPassBase):
+    def call(self, exported_program: ExportedProgram) -> ExportedProgramPassResult:
+        return ExportedProgramPassResult(constant_prop_pass(exported_program), True)
+
+
+@pytest.mark.parametrize(("route", "decode"), [(stock, 2.0), (ours, 3.0)])
+def test_folded_tables_stay_distinct(route: Any, decode: float, tmp_path: Path) -> None:
+    programs = {
+        "prefill": torch.export.export(Folded(4.0), (X,)),
+        "decode": torch.export.export(Folded(9.0), (X,)),
+    }
+    edge = route(programs, [Fold()])
+    manager = edge.to_executorch(ExecutorchBackendConfig(external_constants=True))
+    (tmp_path / "m.pte").write_bytes(manager.buffer)
+    manager.write_tensor_data_to_file(str(tmp_path))
+    (data,) = tmp_path.glob("*.ptd")
+    module = _load_for_executorch(str(tmp_path / "m.pte"), str(data))
+    assert module.run_method("prefill", [X])[0].tolist() == (X * 2.0).tolist()
+    assert module.run_method("decode", [X])[0].tolist() == (X * decode).tolist()
 
 
 def test_literals_of_two_methods_have_two_names() -> None:

@@ -86,6 +86,31 @@ def test_arguments_that_do_not_fit(
     assert caught.value.code is Code.LOWERING_FAILED
 
 
+class TanhGelu(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.nn.functional.gelu(x, approximate="tanh"), torch.nn.functional.gelu(x)
+
+
+def test_xnnpack_contributes_the_gelu_that_its_delegate_lacks() -> None:
+    x = torch.linspace(-4, 4, 101).view(1, 101)
+    program = torch.export.export(TanhGelu(), (x,))
+    stock = to_edge_transform_and_lower({"m": program}, partitioner=[XnnpackPartitioner()])
+    lowered = lower({"m": program}, partitioners=[XnnpackPartitioner()])
+    errors = []
+    for edge in (stock, lowered.edge):
+        assert edge.exported_program("m").graph_module.code.count("executorch_call_delegate(") == 1
+        buffer = edge.to_executorch().buffer  # the module reads it in place
+        module = _load_for_executorch_from_buffer(buffer)
+        got = module.run_method("m", [x])
+        errors.append([float((a - b).abs().max()) for a, b in zip(got, TanhGelu()(x), strict=True)])
+    assert 4e-4 < errors[0][0] < 5e-4
+    assert max(*errors[1], errors[0][1]) < 2e-6
+    assert [str(r) for r in lowered.records if r.changed] == [
+        "m: pre-decomposition: XnnpackPartitioner: transform_for_pre_decomposition:"
+        " changed the graph"
+    ]
+
+
 class Greedy(XnnpackPartitioner):
     """Asks for an operator to be kept whole and then does not take it."""
 

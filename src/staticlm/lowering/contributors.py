@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from staticlm.lowering import xnnpack
 from staticlm.lowering.qnn import contribution as qnn
 
 _registered = False
@@ -12,4 +13,5 @@ def register_built_in() -> None:
     global _registered
     if not _registered:
         _registered = True
+        xnnpack.register()
         qnn.register()
