@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,17 @@ from staticlm.contract.check import check_contract
 from staticlm.contract.metadata import constant_methods, read_contract
 from staticlm.contract.program import ProgramFacts, read_program
 from staticlm.lowering.lower import lower
+from staticlm.lowering.merge import merge_programs
+from staticlm.lowering.parallel import available_bytes, can_fork, run_forked
 from staticlm.lowering.passes import PassRecord
+from staticlm.lowering.provenance import shared_provenance
 from staticlm.lowering.segments import share_identical_segments
+
+_WORTH_FORKING = 2000
+"""Nodes of all methods together from which processes of their own pay."""
+
+_BYTES_PER_WEIGHT_BYTE = 6
+"""Memory that lowering one method takes at its peak, in multiples of the weights (measured: 5)."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +49,7 @@ def lower_to_file(
     *,
     partitioners: Mapping[str, Sequence[Any]],
     transform_passes: Mapping[str, Sequence[Any]] | None = None,
+    jobs: int | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> LoweredFile:
     """Lower methods that share weights and write them as one file.
@@ -48,34 +60,86 @@ def lower_to_file(
         path: File to write; the caller renames it into place.
         partitioners: Partitioners of each method, in order.
         transform_passes: The caller's edge passes of each method.
+        jobs: 1 lowers all methods in this process, more in a process each; None chooses by their
+            size, the processors and the memory here.
         progress: Told before every stage.
 
     Raises:
         LoweringError: A stage failed, or the written program does not keep the contract.
     """
-    progress("lower")
-    lowered = lower(
-        programs,
-        partitioners=partitioners,
-        transform_passes=transform_passes or (),
-        constant_methods=constant_methods(contract),
-    )
-    edge = lowered.edge
-    for name in programs:
-        _peel_copies(edge.exported_program(name))
-    progress("plan memory")
-    executorch = _to_executorch(edge)
-    progress("write")
+    constants = constant_methods(contract)
+    passes = transform_passes or {}
     raw = path.with_name(path.name + ".raw")
+    parts = {name: path.with_name(f"{path.name}.{name}.part") for name in programs}
+
+    def lower_group(names: Sequence[str], target: Path) -> tuple[PassRecord, ...]:
+        return _lower_group(
+            {name: programs[name] for name in names},
+            {name: partitioners.get(name, ()) for name in names},
+            {name: passes[name] for name in names if name in passes},
+            constants,
+            target,
+        )
+
+    records: list[PassRecord] = []
     try:
-        with raw.open("wb") as file:
-            executorch.write_to_file(file)
+        if (jobs if jobs is not None else _choose_jobs(programs)) > 1 and len(programs) > 1:
+            progress("lower, a process for each method")
+            done = run_forked(
+                {name: partial(lower_group, [name], part) for name, part in parts.items()}
+            )
+            records = [record for name in programs for record in done[name]]
+            progress("merge")
+            merge_programs(list(parts.values()), raw)
+        else:
+            progress("lower")
+            records = list(lower_group(list(programs), raw))
+        progress("write")
         saved = share_identical_segments(raw, path)
     finally:
-        raw.unlink(missing_ok=True)
+        for leftover in (raw, *parts.values()):
+            leftover.unlink(missing_ok=True)
     facts = read_program(path)
     check_contract(read_contract(facts), facts)
-    return LoweredFile(facts, tuple(lowered.records), saved)
+    return LoweredFile(facts, tuple(records), saved)
+
+
+def _choose_jobs(programs: Mapping[str, ExportedProgram]) -> int:
+    """A process for each method where that is faster and memory allows it."""
+    nodes = sum(len(program.graph.nodes) for program in programs.values())
+    processors = os.cpu_count() or 1
+    free = available_bytes()
+    if nodes < _WORTH_FORKING or processors < 2 or free is None or not can_fork():
+        return 1
+    weights = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for program in programs.values()
+        for tensor in program.state_dict.values()
+    }
+    needed = _BYTES_PER_WEIGHT_BYTE * sum(weights.values()) * len(programs)
+    return min(processors, len(programs)) if needed < free else 1
+
+
+def _lower_group(
+    programs: Mapping[str, ExportedProgram],
+    partitioners: Mapping[str, Sequence[Any]],
+    transform_passes: Mapping[str, Sequence[Any]],
+    constants: Mapping[str, Any],
+    target: Path,
+) -> tuple[PassRecord, ...]:
+    with shared_provenance():
+        lowered = lower(
+            programs,
+            partitioners=partitioners,
+            transform_passes=transform_passes,
+            constant_methods=constants,
+        )
+        for name in programs:
+            _peel_copies(lowered.edge.exported_program(name))
+        executorch = _to_executorch(lowered.edge)
+    with target.open("wb") as file:
+        executorch.write_to_file(file)
+    return tuple(lowered.records)
 
 
 def _to_executorch(edge: EdgeProgramManager) -> Any:
@@ -98,17 +162,21 @@ class _CallerOwnedInputs(MemoryPlanningPass):  # type: ignore[misc]
         super().__init__(alloc_graph_input=False, alloc_graph_output=True)
 
     def run(self, graph_module: torch.fx.GraphModule, graph_signature: Any = None) -> Any:
-        result = super().run(graph_module, graph_signature)
+        # Before planning: as outputs they would each get memory in the arena that nothing uses.
         output = graph_module.graph.output_node()
         values: Any = output.args[0]
         keep = [
-            value
-            for value, spec in zip(values, graph_signature.output_specs, strict=True)
+            index
+            for index, spec in enumerate(graph_signature.output_specs)
             if spec.kind is not OutputKind.USER_INPUT_MUTATION
         ]
-        output.args = (tuple(keep),)
+        output.args = (tuple(values[index] for index in keep),)
+        for key in ("val", "spec"):
+            found = output.meta.get(key)
+            if isinstance(found, (list, tuple)) and len(found) == len(values):
+                output.meta[key] = type(found)(found[index] for index in keep)
         graph_module.recompile()
-        return result
+        return super().run(graph_module, graph_signature)
 
 
 def _peel_copies(program: ExportedProgram) -> None:
@@ -151,4 +219,3 @@ def _writes(node: torch.fx.Node, target: str) -> bool:
     if node.op != "call_function" or not node.args:
         return False
     return str(node.args[0]) == target and (_is_copy(node) or "index_put" in _op_name(node))
-
