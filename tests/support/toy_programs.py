@@ -91,8 +91,9 @@ class Layer(torch.nn.Module):
 class ToyModel(torch.nn.Module):
     """The whole model; `step` and `rows` make it one method."""
 
-    def __init__(self, toy: Toy) -> None:
+    def __init__(self, toy: Toy, returns: bool = False) -> None:
         super().__init__()
+        self.returns = returns
         with torch.random.fork_rng():
             torch.manual_seed(toy.seed)
             self.embed = torch.nn.Embedding(toy.vocab, HIDDEN)
@@ -114,15 +115,26 @@ class ToyModel(torch.nn.Module):
         n = tokens.shape[1]
         positions = start + torch.arange(n)
         x = self.embed(tokens[0]) + self.place(positions)
-        writes = []
+        writes: list[torch.Tensor] = []
         for index, layer in enumerate(self.layers):
             x, k, v = layer(x, positions, caches[2 * index], caches[2 * index + 1])
             writes += [k, v]
-        for cache, new in zip(caches, writes, strict=True):
-            torch.ops.aten.index_put_.default(cache, [None, positions % cache.shape[1]], new)
+        for index, (cache, new) in enumerate(zip(caches, writes, strict=True)):
+            slots = [None, positions % cache.shape[1]]
+            if self.returns:
+                caches[index] = torch.ops.aten.index_put.default(cache, slots, new)
+            else:
+                torch.ops.aten.index_put_.default(cache, slots, new)
         if last_only and length is not None:
             x = x.index_select(0, length - 1)
         return self.head(x).unsqueeze(0)
+
+    def call(
+        self, tokens: Any, start: Any, length: Any, caches: list[torch.Tensor], last_only: bool
+    ) -> Any:
+        """The logits; with the new caches before them, the last first, if they are returned."""
+        logits = self(tokens, start, length, caches, last_only)
+        return (*reversed(caches), logits) if self.returns else logits
 
 
 class _Prefill(torch.nn.Module):
@@ -131,7 +143,7 @@ class _Prefill(torch.nn.Module):
         self.model, self.last_only = model, last_only
 
     def forward(self, tokens: Any, start: Any, length: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
-        return self.model(tokens, start, length, [a, b, c, d], self.last_only)
+        return self.model.call(tokens, start, length, [a, b, c, d], self.last_only)
 
 
 class _Decode(torch.nn.Module):
@@ -140,7 +152,7 @@ class _Decode(torch.nn.Module):
         self.model = model
 
     def forward(self, tokens: Any, start: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
-        return self.model(tokens, start, None, [a, b, c, d], False)
+        return self.model.call(tokens, start, None, [a, b, c, d], False)
 
 
 class DropMutated(MemoryPlanningPass):
@@ -161,8 +173,12 @@ class DropMutated(MemoryPlanningPass):
         return result
 
 
-def toy_contract(toy: Toy) -> Contract:
-    """The contract of a toy program."""
+def toy_contract(toy: Toy, returns: bool = False) -> Contract:
+    """The contract of a toy program.
+
+    A program that returns its caches does so in an order of its own, so that only the recorded
+    indexes lead to them.
+    """
     caches = tuple(
         Cache(layer, part, kind, window, TensorSpec("float32", (HEADS, slots, WIDTH)))
         for layer, (kind, window, slots) in enumerate(
@@ -192,7 +208,13 @@ def toy_contract(toy: Toy) -> Contract:
                 step=step,
                 logits_rows=rows,
                 inputs=tuple(inputs),
-                outputs=(Slot(0, Role.LOGITS, TensorSpec("float32", shape)),),
+                outputs=(
+                    *(
+                        Slot(at, Role.STATE, caches[index].spec, index)
+                        for at, index in enumerate(reversed(range(len(caches) * returns)))
+                    ),
+                    Slot(len(caches) * returns, Role.LOGITS, TensorSpec("float32", shape)),
+                ),
             )
         )
     eos = () if toy.eos is None else (toy.eos,)
@@ -200,7 +222,11 @@ def toy_contract(toy: Toy) -> Contract:
 
 
 def write_toy(
-    path: Path, toy: Toy | None = None, constants: Mapping[str, Any] | None = None
+    path: Path,
+    toy: Toy | None = None,
+    constants: Mapping[str, Any] | None = None,
+    returns: bool = False,
+    plan_outputs: bool = True,
 ) -> Contract:
     """Lower a toy and write it to `path`.
 
@@ -208,10 +234,12 @@ def write_toy(
         path: The `.pte` to write.
         toy: Sizes.
         constants: Constant methods to add or replace; None as a value removes one.
+        returns: Return the updated caches (`kvcache_io`) instead of writing them in place.
+        plan_outputs: Keep outputs in the program's arena.
     """
     toy = toy or Toy()
-    model = ToyModel(toy).eval().requires_grad_(False)
-    contract = toy_contract(toy)
+    model = ToyModel(toy, returns).eval().requires_grad_(False)
+    contract = toy_contract(toy, returns)
     caches = [torch.zeros(cache.spec.shape) for cache in contract.caches]
     programs = {}
     for method in contract.methods:
@@ -237,7 +265,9 @@ def write_toy(
     lowered = edge.to_executorch(
         ExecutorchBackendConfig(
             run_reinplace_pass=True,
-            memory_planning_pass=DropMutated(alloc_graph_input=False, alloc_graph_output=True),
+            memory_planning_pass=DropMutated(
+                alloc_graph_input=False, alloc_graph_output=plan_outputs
+            ),
         )
     )
     path.write_bytes(lowered.buffer)

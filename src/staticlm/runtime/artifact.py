@@ -59,7 +59,7 @@ def open_artifact(path: str | Path, tokenizer: str | Path | None = None) -> Arti
             expected=f"a directory with {PROGRAM}, or a .pte file",
             remedy="Check the path, or export the model first: staticlm export MODEL -o DIR.",
         )
-    program = path / PROGRAM if path.is_dir() else path
+    program = _program(path) if path.is_dir() else path
     if not program.is_file():
         raise ArtifactError(
             Code.ARTIFACT_INVALID,
@@ -68,7 +68,7 @@ def open_artifact(path: str | Path, tokenizer: str | Path | None = None) -> Arti
             expected=f"a directory that holds {PROGRAM}",
             remedy="Export the model first: staticlm export MODEL -o DIR.",
         )
-    own = program.parent if program.name == PROGRAM else None
+    own = program.parent if path.is_dir() or program.name == PROGRAM else None
     texts = own if tokenizer is None else _tokenizer_directory(Path(tokenizer))
     tokenizer_config = _json(texts, "tokenizer_config.json")
     return Artifact(
@@ -123,6 +123,18 @@ def end_ids(
                 )
             found[one] = None
     return tuple(found)
+
+
+def _program(directory: Path) -> Path:
+    """The program of a directory: `model.pte`, else the first file that its manifest names."""
+    if (directory / PROGRAM).is_file():
+        return directory / PROGRAM
+    components = _json(directory, "export.json").get("components")
+    for entry in components.values() if isinstance(components, dict) else ():
+        name = entry.get("file") if isinstance(entry, dict) else None
+        if isinstance(name, str) and (directory / Path(name).name).is_file():
+            return directory / Path(name).name
+    return directory / PROGRAM
 
 
 def special_token(tokenizer_config: Mapping[str, Any], name: str) -> str | None:

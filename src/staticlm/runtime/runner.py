@@ -17,6 +17,7 @@ from staticlm.runtime.chain import ChainAllocator
 from staticlm.runtime.chat import render_chat
 from staticlm.runtime.drivers import get_driver
 from staticlm.runtime.generation import FinishReason, Generation, Request, Stream
+from staticlm.runtime.io_managers.exporter_record import merge_components
 from staticlm.runtime.io_managers.registry import make_io_manager, select_label
 from staticlm.runtime.plan import check_capacity
 from staticlm.runtime.sampling import SamplingOptions, make_sampler
@@ -61,13 +62,13 @@ def load(
     ):
         raise UsageError(Code.USAGE, "the number of threads", found=threads, expected="1 or more")
     artifact = open_artifact(path, tokenizer)
-    facts = read_program(artifact.program)
+    facts, sources = merge_components(artifact.program, read_program(artifact.program))
     label = select_label(facts, contract)
     chosen = get_driver(driver)
     if threads is not None:
         chosen.set_threads(threads)
     chain = _chain(allocator)
-    shared = SharedProgram(chosen, artifact.program, facts)
+    shared = SharedProgram(chosen, artifact.program, facts, sources)
     return Runner(artifact, label, shared, chain, begun)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -16,7 +17,7 @@ from staticlm.runtime.driver import BoundMethod, Driver, LoadedProgram
 class MethodUser(Protocol):
     """Somebody whose buffers can be bound to a shared method."""
 
-    def bind(self, method: BoundMethod) -> None:
+    def bind(self, name: str, method: BoundMethod) -> None:
         """Bind own buffers to every slot that was ever bound to another user's."""
         ...
 
@@ -29,23 +30,38 @@ class SharedProgram:
     lives inside its methods takes one of its own instead (`own_method`).
     """
 
-    def __init__(self, driver: Driver, path: Path, facts: ProgramFacts) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        path: Path,
+        facts: ProgramFacts,
+        sources: Mapping[str, tuple[Path, str]] | None = None,
+    ) -> None:
+        """Nothing is opened yet.
+
+        Args:
+            driver: Opens the files.
+            path: The program file.
+            facts: What it holds.
+            sources: For methods that come from files of their own: file and method name by name.
+        """
         self.driver = driver
         self.path = path
         self.facts = facts
         self.lock = threading.RLock()
         self.load_seconds = 0.0
-        self._program: LoadedProgram | None = None
+        self._sources = dict(sources or {})
+        self._programs: dict[Path, LoadedProgram] = {}
         self._methods: dict[str, BoundMethod] = {}
         self._bound: dict[str, MethodUser] = {}
         self._users: list[MethodUser] = []
-        self._own: list[BoundMethod] = []
+        self._own: list[tuple[LoadedProgram, str]] = []
         self._closed = False
 
     @property
     def loaded(self) -> tuple[str, ...]:
         """Names of the methods that are in memory now, an own copy of a session counted as one."""
-        return tuple(sorted([*self._methods, *(method.name for method in self._own)]))
+        return tuple(sorted([*self._methods, *(name for _, name in self._own)]))
 
     @property
     def closed(self) -> bool:
@@ -68,23 +84,36 @@ class SharedProgram:
             if self._bound.get(name) is not user:
                 # Forgotten first: a bind that fails half-way must not pass for a finished one.
                 self._bound.pop(name, None)
-                user.bind(method)
+                user.bind(name, method)
                 self._bound[name] = user
             return method
 
-    def own_method(self, name: str, allocator: BufferAllocator) -> BoundMethod:
-        """A method of the caller's own, for programs that keep state inside it."""
+    def own_method(
+        self, name: str, allocator: BufferAllocator
+    ) -> tuple[LoadedProgram, BoundMethod]:
+        """A method of the caller's own, for programs that keep state inside their methods.
+
+        The program is opened once more for it: methods of one open program may share arenas. Close
+        the program with `close_own`.
+        """
         with self.lock:
             self._check_open()
-            method = self._load(name, allocator)
-            self._own.append(method)
-            return method
+            begun = time.perf_counter()
+            program = self.driver.load(self.path)
+            try:
+                method = program.load_method(name, allocator)
+            except BaseException:
+                program.close()
+                raise
+            self.load_seconds += time.perf_counter() - begun
+            self._own.append((program, name))
+            return program, method
 
-    def drop_own(self, method: BoundMethod) -> None:
-        """Close a method from `own_method`."""
+    def close_own(self, program: LoadedProgram) -> None:
+        """Close a program from `own_method` and its method."""
         with self.lock:
-            self._own = [one for one in self._own if one is not method]
-            method.close()
+            self._own = [one for one in self._own if one[0] is not program]
+            program.close()
 
     def leave(self, user: MethodUser) -> None:
         """Unbind the user's buffers; the last user closes methods and program. Idempotent."""
@@ -99,26 +128,29 @@ class SharedProgram:
                 # Another session's buffers take the place: a method is never left pointing at
                 # memory that is about to be freed.
                 del self._bound[name]
-                self._users[0].bind(self._methods[name])
+                self._users[0].bind(name, self._methods[name])
                 self._bound[name] = self._users[0]
 
     def _load(self, name: str, allocator: BufferAllocator) -> BoundMethod:
         begun = time.perf_counter()
-        if self._program is None:
-            self._program = self.driver.load(self.path)
-        method = self._program.load_method(name, allocator)
+        path, inner = self._sources.get(name, (self.path, name))
+        if path not in self._programs:
+            self._programs[path] = self.driver.load(path)
+        method = self._programs[path].load_method(inner, allocator)
         self.load_seconds += time.perf_counter() - begun
         return method
 
     def _close(self) -> None:
         self._closed = True
-        methods = [*self._methods.values(), *self._own]
+        methods, own = list(self._methods.values()), self._own
         self._methods, self._own, self._bound = {}, [], {}
         for method in methods:
             method.close()
-        if self._program is not None:
-            self._program.close()
-            self._program = None
+        for program, _ in own:
+            program.close()
+        programs, self._programs = self._programs, {}
+        for program in programs.values():
+            program.close()
 
     def _check_open(self) -> None:
         if self._closed:

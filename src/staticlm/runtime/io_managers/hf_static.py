@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +16,15 @@ from staticlm.contract.facts import CacheKind, Contract, LogitsRows, Method, Rol
 from staticlm.contract.metadata import read_contract
 from staticlm.contract.program import ProgramFacts
 from staticlm.errors import Code, ContractError, RunnerError
+from staticlm.runtime.bindings import numpy_dtype
 from staticlm.runtime.buffers import Buffer, BufferAllocator, allocate, free
 from staticlm.runtime.driver import BoundMethod
 from staticlm.runtime.io_managers.base import BufferStats, IOStats, Logits, as_float32
 from staticlm.runtime.plan import Call
 from staticlm.runtime.shared_program import SharedProgram
 
-_CONTROL = (Role.TOKENS, Role.START, Role.LENGTH)
+_CONTROL = (Role.TOKENS, Role.START, Role.LENGTH, Role.POSITIONS, Role.MASK)
+_OWN = (Role.TOKENS, Role.START, Role.LENGTH, Role.KEY, Role.VALUE)
 
 
 def create(
@@ -41,14 +43,13 @@ def create(
 
 
 def _check_roles(method: Method) -> None:
-    served = (*_CONTROL, Role.KEY, Role.VALUE)
     for slot in method.inputs:
-        if slot.role not in served:
+        if slot.role not in _OWN:
             raise ContractError(
                 Code.SLOT_MISMATCH,
                 f"method {method.name!r}, input {slot.index}",
                 found=slot.role.value,
-                expected=f"one of {', '.join(role.value for role in served)}",
+                expected=f"one of {', '.join(role.value for role in _OWN)}",
             )
     for slot in method.outputs:
         if slot.role is not Role.LOGITS:
@@ -61,16 +62,19 @@ def _check_roles(method: Method) -> None:
 
 
 @dataclass(frozen=True)
-class _Control:
+class Control:
     """A small integer input of one method, and its memory."""
 
     slot: Slot
     buffer: Buffer
-    view: npt.NDArray[np.int64]
+    view: npt.NDArray[Any]
 
 
 class HFStaticManager:
     """Caches and control inputs of one session over an `hf_static` program."""
+
+    states = "in place"
+    """How the caches are kept, see `IOStats.states`."""
 
     def __init__(
         self, contract: Contract, program: SharedProgram, allocator: BufferAllocator
@@ -84,7 +88,7 @@ class HFStaticManager:
         self._open = False
         self._closed = False
         self._caches: list[Buffer] = []
-        self._control: dict[str, dict[Role, _Control]] = {}
+        self._control: dict[str, dict[Role, Control]] = {}
         self._methods = {method.name: method for method in contract.methods}
 
     def open(self) -> None:
@@ -108,14 +112,14 @@ class HFStaticManager:
             self.close()
             raise
 
-    def _make_control(self, slot: Slot) -> _Control:
+    def _make_control(self, slot: Slot) -> Control:
         buffer = allocate(self._allocator, slot.spec.nbytes)
-        return _Control(slot, buffer, buffer.view(np.int64, slot.spec.shape))
+        return Control(slot, buffer, buffer.view(numpy_dtype(slot.spec.dtype), slot.spec.shape))
 
-    def bind(self, method: BoundMethod) -> None:
+    def bind(self, name: str, method: BoundMethod) -> None:
         """Bind this session's memory to every input slot of a method."""
-        control = self._control[method.name]
-        for slot in self._methods[method.name].inputs:
+        control = self._control[name]
+        for slot in self._methods[name].inputs:
             if slot.cache is not None:
                 method.bind_input(slot.index, self._caches[slot.cache])
             else:
@@ -140,17 +144,29 @@ class HFStaticManager:
         rows = control[Role.TOKENS].view
         rows[0, : call.valid] = tokens
         rows[0, call.valid :] = 0
-        control[Role.START].view[0] = call.start
-        if Role.LENGTH in control:
-            control[Role.LENGTH].view[0] = call.valid
+        self._fill(call, control)
         with self._program.lock:
             bound = self._program.method(call.method, self, self._allocator)
             self._dirty = True
+            self._before(call, bound)
             begun = time.perf_counter()
             bound.execute()
             self._execute_seconds += time.perf_counter() - begun
             self._calls[call.method] += 1
+            self._after(call, bound)
             return _rows(bound.output(method.logits.index), method, call, all_rows)
+
+    def _fill(self, call: Call, control: Mapping[Role, Control]) -> None:
+        """Write the small inputs other than the tokens."""
+        control[Role.START].view[0] = call.start
+        if Role.LENGTH in control:
+            control[Role.LENGTH].view[0] = call.valid
+
+    def _before(self, call: Call, bound: BoundMethod) -> None:
+        """Room for managers whose caches need work before a call."""
+
+    def _after(self, call: Call, bound: BoundMethod) -> None:
+        """Room for managers whose caches need work after a call."""
 
     def reset(self) -> None:
         """Zero the caches, so that nothing of an earlier text or a failed call stays."""
@@ -178,7 +194,7 @@ class HFStaticManager:
         return IOStats(
             label=self.contract.label,
             version=self.contract.version,
-            states="in place",
+            states=self.states,
             calls=dict(self._calls),
             execute_seconds=self._execute_seconds,
             buffers=tuple(BufferStats(n, b.nbytes, b.kind) for n, b in named),

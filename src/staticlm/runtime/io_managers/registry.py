@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 
+from staticlm.contract.facts import LABEL
 from staticlm.contract.metadata import KEY_LABEL, LABEL_MAX, read_label
 from staticlm.contract.program import ProgramFacts
 from staticlm.errors import Code, ContractError, RunnerError
@@ -171,8 +172,10 @@ def _discover() -> None:
     if _discovered:
         return
     _discovered = True
-    from staticlm.runtime.io_managers import hf_static
+    from staticlm.runtime.io_managers import exporter_record, returned, text_llm
 
-    register_io_manager("hf_static", hf_static.create)
+    register_io_manager(LABEL, returned.create_static, exporter_record.recognizes)
+    register_io_manager(returned.KVCACHE_IO, returned.create_kvcache_io)
+    register_io_manager(text_llm.LABEL, text_llm.create, text_llm.recognizes)
     for point in entry_points(group=GROUP):
         register_io_manager(point.name, point.load())
