@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -257,7 +258,7 @@ class Runner:
                 decode=None if self.tokenizer is None else self.tokenizer.decode,
             ),
             accepted=self._held.extend,
-            finished=self._count,
+            finished=_weakly(self._count),
         )
         return self._stream
 
@@ -321,6 +322,17 @@ class Runner:
             # Raises TOKENIZER_MISSING with the path.
             return Tokenizer(self.artifact)
         return self.tokenizer
+
+
+def _weakly(method: Callable[[Generation], None]) -> Callable[[Generation], None]:
+    """The method while its owner lives: a stream must not keep its runner from being freed."""
+    weak = weakref.WeakMethod(method)
+
+    def call(done: Generation) -> None:
+        if (bound := weak()) is not None:
+            bound(done)
+
+    return call
 
 
 def _tokenizer(artifact: Artifact, contract: Contract) -> Tokenizer | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from numbers import Integral
 
@@ -26,6 +27,7 @@ class Session:
 
     def __init__(self, manager: IOManager) -> None:
         """Open the manager: this allocates the caches. The session closes it."""
+        self._closed = True
         manager.open()
         self._manager = manager
         self._position = 0
@@ -148,6 +150,11 @@ class Session:
         """Free the caches; the program closes with its last session. Idempotent."""
         self._closed = True
         self._manager.close()
+
+    def __del__(self) -> None:
+        # Dropped without `close`: method, bindings, buffers and program still go in this order.
+        if not self.__dict__.get("_closed", True) and not sys.is_finalizing():
+            self.close()
 
     def __enter__(self) -> Session:
         return self
