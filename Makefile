@@ -8,6 +8,10 @@ TORCH_ARGS ?=
 TORCH := torch==2.13.0
 # The user's own model: make demo MODEL=path-or-hub-id
 MODEL ?=
+# Processes that run tests; each may take some gigabytes.
+TEST_JOBS ?= 2
+# 1: the tests fail, instead of being skipped, where the native driver was not built.
+REQUIRE_NATIVE ?=
 PROMPT ?= Explain in two sentences why the sky is blue.
 
 .PHONY: setup demo test lint types check clean
@@ -32,7 +36,7 @@ else
 endif
 
 test: setup
-	$(BIN)/python -m pytest
+	STATICLM_REQUIRE_NATIVE=$(REQUIRE_NATIVE) $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile
 
 lint: setup
 	$(BIN)/ruff check src tests
