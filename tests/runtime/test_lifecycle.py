@@ -142,5 +142,5 @@ def test_two_loads_of_one_file_are_independent(toy_path: Path, driver_name: str)
             two.session.prefill(PROMPT[5:])
         np.testing.assert_array_equal(
             [one.reset(), one.session.prefill(PROMPT)][1],
-            first,  # fmt: skip
+            first,
         )
