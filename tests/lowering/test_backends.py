@@ -145,11 +145,19 @@ def test_vulkan_options_and_partition() -> None:
         backend.partitioners("decode", {"texture_limits": (1, 1, 1)})
 
 
-@pytest.mark.parametrize("name", ["vulkan"])
-def test_lowering_to_a_backend_that_does_not_run_here(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "module", "label"),
+    [
+        ("vulkan", "executorch.backends.vulkan", b"VulkanBackend"),
+        ("coreml", "coremltools", b"CoreMLBackend"),
+    ],
+)
+def test_lowering_to_a_backend_that_does_not_run_here(name: str, module: str, label: bytes) -> None:
+    pytest.importorskip(module)
     model = torch.nn.Linear(8, 8).eval()
     program = torch.export.export(model, (torch.ones(1, 8),))
     (partitioner,) = get_backend(name).partitioners("decode", {})
     edge = lower({"decode": program}, partitioners=[partitioner]).edge
     buffer = edge.to_executorch().buffer
-    assert b"VulkanBackend" in buffer
+    assert label in buffer
+    assert not get_backend(name).runs_on_host

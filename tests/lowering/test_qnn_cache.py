@@ -15,13 +15,12 @@ import torch
 pytest.importorskip("executorch.backends.qualcomm.serialization.qc_schema")
 
 from executorch.backends.qualcomm.partition import qnn_partitioner
-from executorch.exir.backend.partitioner import PartitionResult
+from tests.support.qnn import Undelegated
 from torch.export import ExportedProgram
 
 from staticlm.lowering.backends import get_backend
 from staticlm.lowering.lower import lower
 from staticlm.lowering.qnn import from_options
-from staticlm.lowering.qnn.partitioner import OrderedQnnPartitioner
 
 HTP = {"soc_model": "SM8750", "use_fp16": True}
 
@@ -31,19 +30,6 @@ class WillingManager:
 
     def IsNodeSupportedByBackend(self, wrappers: Any) -> bool:
         return True
-
-
-class Undecided(OrderedQnnPartitioner):
-    """Leaves the edge program whole, for the partition to be looked at on its own."""
-
-    done = False
-
-    def partition(self, edge_program: ExportedProgram) -> PartitionResult:
-        self.done = True
-        return PartitionResult(edge_program, {})
-
-    def ops_to_not_decompose(self, ep: ExportedProgram) -> Any:
-        return ([], None) if self.done else super().ops_to_not_decompose(ep)
 
 
 class Step(torch.nn.Module):
@@ -71,7 +57,7 @@ def edge() -> ExportedProgram:
     program = torch.export.export(Step().eval(), inputs)
     lowered = lower(
         {"m": program},
-        partitioners=[Undecided(from_options(HTP).compile_specs)],
+        partitioners=[Undelegated(from_options(HTP).compile_specs)],
         compile_config=get_backend("qnn").compile_config(),
     )
     return lowered.edge.exported_program("m")

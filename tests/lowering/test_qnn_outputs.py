@@ -20,7 +20,7 @@ pytest.importorskip("executorch.backends.qualcomm.serialization.qc_schema")
 import executorch.backends.qualcomm.python.PyQnnManagerAdaptor as PyQnn
 from executorch.backends.qualcomm._passes.qnn_pass_manager import get_qnn_pass_manager_cls
 from executorch.backends.qualcomm.serialization.qc_schema_serialize import flatbuffer_to_option
-from executorch.exir.backend.partitioner import PartitionResult
+from tests.support.qnn import Undelegated
 from torch.export import ExportedProgram
 
 from staticlm.lowering.backends import get_backend
@@ -28,17 +28,9 @@ from staticlm.lowering.lower import lower
 from staticlm.lowering.programs import clone
 from staticlm.lowering.qnn import backend, from_options
 from staticlm.lowering.qnn.outputs import defined_order, order_outputs, restored_order
-from staticlm.lowering.qnn.partitioner import OrderedQnnPartitioner
 
 SPECS = from_options({"soc_model": "SM8750", "use_fp16": True}).compile_specs
 OPTIONS = flatbuffer_to_option(SPECS[0].value)
-
-
-class Untouched(OrderedQnnPartitioner):
-    """A partition needs the SDK; here the whole graph stands for it."""
-
-    def partition(self, edge_program: ExportedProgram) -> PartitionResult:
-        return PartitionResult(edge_program, {})
 
 
 class Swapped(torch.nn.Module):
@@ -73,7 +65,7 @@ X = torch.linspace(-2, 2, 12).view(1, 3, 4)
 
 def edge_program(model: torch.nn.Module) -> ExportedProgram:
     program = torch.export.export(model, (X,))
-    return lower({"m": program}, partitioners=[Untouched(SPECS)]).edge.exported_program("m")
+    return lower({"m": program}, partitioners=[Undelegated(SPECS)]).edge.exported_program("m")
 
 
 def stock_rewrites(program: ExportedProgram) -> ExportedProgram:

@@ -21,7 +21,7 @@ from executorch.backends.qualcomm.serialization import qc_schema as schema
 from executorch.backends.qualcomm.serialization.qc_schema_serialize import option_to_flatbuffer
 from executorch.backends.qualcomm.utils import utils as upstream
 from executorch.exir.backend.compile_spec_schema import CompileSpec
-from executorch.exir.backend.partitioner import PartitionResult
+from tests.support.qnn import Undelegated
 from torch.export import ExportedProgram
 
 from staticlm.lowering.lower import lower
@@ -45,19 +45,6 @@ class Model(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = torch.nn.functional.hardsigmoid(self.linear(x) * 2.0)
         return torch.floor_divide(torch.tan(y), 0.5) + torch.reciprocal(y + 1.0)
-
-
-class Untouched(QnnPartitioner):
-    """A partition needs the SDK: this one delegates nothing, and then wants nothing whole."""
-
-    done = False
-
-    def partition(self, edge_program: ExportedProgram) -> PartitionResult:
-        self.done = True
-        return PartitionResult(edge_program, {})
-
-    def ops_to_not_decompose(self, ep: ExportedProgram) -> Any:
-        return ([], None) if self.done else super().ops_to_not_decompose(ep)
 
 
 def specs(variant: str, chip: str) -> list[CompileSpec]:
@@ -141,7 +128,7 @@ def test_the_generic_path_equals_the_private_entry_point(
     )
     early: list[str] = []
 
-    class Spy(Untouched):
+    class Spy(Undelegated):
         def ops_to_not_decompose(self, ep: ExportedProgram) -> Any:
             early.append(ep.graph_module.code)
             return super().ops_to_not_decompose(ep)
@@ -180,8 +167,8 @@ def test_the_callers_pass_table_is_not_written_into(program: ExportedProgram) ->
 def test_two_methods_run_their_own_passes_once(program: ExportedProgram) -> None:
     other = torch.export.export(Model().eval(), (torch.ones(1, 8),))
     partitioners = {
-        "prefill": [Untouched(specs("htp", "SM8750"))],
-        "decode": [Untouched(specs("gpu", "SM8750"))],
+        "prefill": [Undelegated(specs("htp", "SM8750"))],
+        "decode": [Undelegated(specs("gpu", "SM8750"))],
     }
     lowered = lower(
         {"prefill": program, "decode": other},
