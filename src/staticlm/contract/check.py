@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from staticlm.contract.facts import (
     FLOAT_DTYPES,
+    LABEL,
+    Cache,
     CacheKind,
     Contract,
     LogitsRows,
@@ -20,6 +22,8 @@ from staticlm.contract.metadata import REEXPORT
 from staticlm.contract.program import MethodFacts, ProgramFacts, TensorFacts
 from staticlm.errors import Code, ContractError
 
+_INPUT_ROLES = (Role.TOKENS, Role.START, Role.LENGTH, Role.KEY, Role.VALUE)
+_OUTPUT_ROLES = (Role.LOGITS, Role.STATE)
 _PART_ROLE = {Part.KEY: Role.KEY, Part.VALUE: Role.VALUE, Part.COUNTER: Role.COUNTER}
 
 
@@ -54,6 +58,7 @@ def check_consistency(contract: Contract) -> None:
                 cache.spec.dtype,
                 f"one of {', '.join(FLOAT_DTYPES)}: version 1 has float caches only",
             )
+    _check_layers(contract)
     for method in contract.methods:
         _check_slots(contract, method)
 
@@ -115,7 +120,7 @@ def _check_cache(contract: Contract, index: int) -> None:
             raise _error(Code.CACHE_INVALID, f"slots of {where}", cache.slots, capacity)
         return
     if cache.window is None:
-        raise _error(Code.CACHE_INVALID, f"window of {where}", None, "a positive integer")
+        raise _error(Code.CACHE_INVALID, f"window of {where}", "none", "a positive integer")
     needed = min(capacity, cache.window - 1 + contract.max_seq_len)
     if cache.slots != needed:
         raise _error(
@@ -125,6 +130,30 @@ def _check_cache(contract: Contract, index: int) -> None:
             f"{needed} = min(capacity {capacity}, window {cache.window} - 1 + longest step "
             f"{contract.max_seq_len})",
         )
+
+
+def _check_layers(contract: Contract) -> None:
+    """A layer has each part once, and its keys and values live in the same places."""
+    found: dict[tuple[int, Part], Cache] = {}
+    for index, cache in enumerate(contract.caches):
+        where = f"cache {index} (layer {cache.layer}, {cache.part.value})"
+        if (cache.layer, cache.part) in found:
+            raise _error(
+                Code.CACHE_INVALID, where, "a second one", "one cache for each part of a layer"
+            )
+        found[cache.layer, cache.part] = cache
+    for (layer, part), key in found.items():
+        value = found.get((layer, Part.VALUE))
+        if part is not Part.KEY or value is None:
+            continue
+        places = [(c.kind.value, c.window, c.slots) for c in (key, value)]
+        if places[0] != places[1]:
+            raise _error(
+                Code.CACHE_INVALID,
+                f"kind, window and slots of layer {layer}",
+                f"{places[0]} for keys and {places[1]} for values",
+                "the same for both",
+            )
 
 
 def _check_slots(contract: Contract, method: Method) -> None:
@@ -138,6 +167,8 @@ def _check_slots(contract: Contract, method: Method) -> None:
                 indexes[:12],
                 f"0 to {len(slots) - 1} in order",
             )
+    if contract.label == LABEL:
+        _check_roles(method, where)
     wanted = {Role.TOKENS: TensorSpec("int64", (1, method.step)), Role.START: _INT64_1}
     if method.step > 1:
         wanted[Role.LENGTH] = _INT64_1
@@ -145,6 +176,10 @@ def _check_slots(contract: Contract, method: Method) -> None:
         slot = _single(method, method.inputs, role, where)
         if slot.spec != spec:
             raise _error(Code.SLOT_MISMATCH, f"{where}, input {role.value}", slot.spec, spec)
+    if method.step == 1 and method.input(Role.LENGTH) is not None:
+        raise _error(
+            Code.LAYOUT_INVALID, f"{where}, input {Role.LENGTH.value}", "one", "none: its step is 1"
+        )
     _check_cache_slots(contract, method, where)
     logits = _single(method, method.outputs, Role.LOGITS, where)
     rows = method.step if method.logits_rows is LogitsRows.ALL else 1
@@ -156,6 +191,22 @@ def _check_slots(contract: Contract, method: Method) -> None:
             logits.spec,
             f"one of {', '.join(FLOAT_DTYPES)} with shape {list(shape)}",
         )
+
+
+def _check_roles(method: Method, where: str) -> None:
+    """The roles of version 1; other contracts may use others."""
+    for direction, slots, roles in (
+        ("input", method.inputs, _INPUT_ROLES),
+        ("output", method.outputs, _OUTPUT_ROLES),
+    ):
+        for slot in slots:
+            if slot.role not in roles:
+                raise _error(
+                    Code.LAYOUT_INVALID,
+                    f"role of {direction} {slot.index} of {where}",
+                    slot.role.value,
+                    f"one of {', '.join(role.value for role in roles)}",
+                )
 
 
 _INT64_1 = TensorSpec("int64", (1,))
@@ -198,6 +249,11 @@ def _check_cache_slots(contract: Contract, method: Method, where: str) -> None:
             f"{where}, caches among its inputs",
             sorted(seen)[:12],
             f"each of 0 to {len(contract.caches) - 1} exactly once",
+        )
+    states = [slot.cache for slot in method.outputs if slot.role is Role.STATE]
+    if len(set(states)) != len(states):
+        raise _error(
+            Code.LAYOUT_INVALID, f"{where}, caches returned as states", states, "each at most once"
         )
 
 
