@@ -17,6 +17,7 @@ COMMANDS = {
     "generate": "Generate text with an artifact.",
     "validate": "Compare an artifact with the model it came from.",
     "bench": "Measure an artifact.",
+    "conformance": "Make or run the conformance kit of the I/O contract.",
 }
 """Command name -> one line of help; the command is `run` in `staticlm.cli.<name>`."""
 
