@@ -1,0 +1,1 @@
+"""Measuring an artifact: processes of their own, interleaved rounds, medians."""
