@@ -19,8 +19,8 @@ def main() -> None:
     """Read standard input, measure, and print the figures; a refusal is printed as JSON too."""
     asked: dict[str, Any] = json.load(sys.stdin)
     given: dict[str, Any] = asked["settings"]
-    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
-    settings = Settings(**fields)
+    chosen: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
+    settings = Settings(**chosen)
     try:
         found = measure(asked["artifact"], asked["driver"], settings, asked["spawned"])
     except StaticLMError as error:

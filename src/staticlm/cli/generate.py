@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,6 +43,15 @@ def run(
     ignore_end: Annotated[
         bool, typer.Option("--ignore-end", help="Go on after the model's end tokens.")
     ] = False,
+    speculate: Annotated[
+        str | None,
+        typer.Option(
+            help="prompt-lookup: check guesses from the text so far; the same text, sooner."
+        ),
+    ] = None,
+    draft_tokens: Annotated[
+        int | None, typer.Option(help="Guesses per call; default: as many as the program checks.")
+    ] = None,
     driver: Annotated[str, typer.Option(help="auto, native or stock.")] = "auto",
     allocator: Annotated[str, typer.Option(help="Where buffers come from.")] = "host",
     threads: Annotated[int | None, typer.Option(help="ExecuTorch's threads.")] = None,
@@ -71,6 +81,8 @@ def run(
             min_p=min_p,
             repetition_penalty=repetition_penalty,
             seed=seed,
+            speculate=speculate,
+            draft_tokens=draft_tokens,
         )
         if as_json:
             for _ in stream:
@@ -121,6 +133,8 @@ def _line(done: Generation, stats: RunnerStats) -> str:
         f"loaded in {stats.load_seconds:.2f} s",
         f"driver {stats.driver}",
     ]
+    if done.speculation is not None:
+        parts.append(f"{done.speculation.accepted} of {done.speculation.drafted} guesses right")
     if stats.resident_bytes is not None:
         parts.append(f"resident {stats.resident_bytes / 1e6:.0f} MB")
     return "[" + "; ".join(parts) + "]"
@@ -146,6 +160,7 @@ def _as_json(done: Generation, runner: Runner) -> dict[str, Any]:
         "contract": {"label": stats.label, "version": stats.version},
         "methods_loaded": list(stats.methods_loaded),
         "calls": stats.calls,
+        "speculation": None if done.speculation is None else asdict(done.speculation),
         "states": stats.states,
         "cache_bytes": stats.cache_bytes,
         "resident_bytes": stats.resident_bytes,

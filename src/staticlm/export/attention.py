@@ -52,6 +52,23 @@ class AttentionCall:
     key: Tensor = field(repr=False, compare=False)
 
 
+@dataclass(frozen=True)
+class Landing:
+    """Where the rows of a chunk will stand in a layer's caches, for rows taken one by one.
+
+    Args:
+        places: One-hot `[kv heads, step, slots]`: the slot of each row.
+        stays: `[1, slots]`: 0 where a row lands, 1 elsewhere.
+        own: `[groups * step, step]`: 1 where a query row meets its own key.
+        ones: `[kv heads, step, 1]`.
+    """
+
+    places: Tensor
+    stays: Tensor
+    own: Tensor
+    ones: Tensor
+
+
 @dataclass
 class Chunk:
     """The state of one trace of one method.
@@ -60,7 +77,8 @@ class Chunk:
     `[kv heads, slots, width]` by owning layer. `past_mask` (additive, `[1 or groups*step, slots]`) and
     `chunk_mask` (`[groups*step, step]`, None for one token) are functions of the layer and its group
     count. `start` is the position of the first row, `[1]`. `new` collects the owning layers' keys and
-    values `[kv heads, step, width]`.
+    values `[kv heads, step, width]`. `landing`, of layer, groups and kv heads, is there when the rows
+    must compute what they would one by one.
     """
 
     mode: str
@@ -70,6 +88,7 @@ class Chunk:
     value_caches: dict[int, Tensor]
     past_mask: Callable[[int, int], Tensor]
     chunk_mask: Callable[[int, int], Tensor | None]
+    landing: Callable[[int, int, int], Landing] | None = None
     new: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
@@ -189,18 +208,24 @@ def static_attention(
     owner = chunk.owners[layer]
     if owner == layer:
         chunk.new[layer] = (new_key, new_value)
-    attend = _MODES[chunk.mode]
-    out = attend(
-        rows,
-        cast(chunk.key_caches[owner], rows.dtype),
-        cast(chunk.value_caches[owner], rows.dtype),
-        new_key,
-        new_value,
-        chunk.past_mask(layer, groups),
-        chunk.chunk_mask(layer, groups),
-        softcap,
-        None if s_aux is None else _sink_rows(s_aux, kv_heads, groups, step),
-    )
+    sinks = None if s_aux is None else _sink_rows(s_aux, kv_heads, groups, step)
+    caches = chunk.key_caches[owner], chunk.value_caches[owner]
+    past_mask = chunk.past_mask(layer, groups)
+    if chunk.landing is None:
+        out = _MODES[chunk.mode](
+            rows,
+            *(cast(cache, rows.dtype) for cache in caches),
+            new_key,
+            new_value,
+            past_mask,
+            chunk.chunk_mask(layer, groups),
+            softcap,
+            sinks,
+        )
+    else:
+        landing = chunk.landing(layer, groups, kv_heads)
+        new = new_key, new_value
+        out = _stepwise(chunk.mode, rows, caches, new, past_mask, landing, softcap, sinks)
     out = out.reshape(1, heads, step, value_width).transpose(1, 2)
     return out.contiguous(), None
 
@@ -267,6 +292,43 @@ def _concat(
     mask = torch.cat([past_mask.expand(count, past_mask.shape[1]), own], dim=-1)
     scores = _cap(torch.bmm(rows, keys.transpose(1, 2)), softcap) + mask
     return torch.bmm(_softmax([scores], sinks)[:, :, :total], values)
+
+
+def _stepwise(
+    mode: str,
+    rows: Tensor,
+    caches: tuple[Tensor, Tensor],
+    new: tuple[Tensor, Tensor],
+    past_mask: Tensor,
+    landing: Landing,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """What `mode` computes for each row alone, once the rows before it are in the caches.
+
+    Not only the same values but the same sums: every score is where it would be, so that softmax and
+    the weighted sum add the same numbers in the same order. Products with 0 and 1 are exact.
+    """
+    slots = caches[0].shape[1]
+    key_cache, value_cache = (cast(cache, rows.dtype) for cache in caches)
+    # The rows before are read back from the caches, in the caches' dtype.
+    landed_key, landed_value = (
+        cast(cast(row, cache.dtype), rows.dtype) for row, cache in zip(new, caches, strict=True)
+    )
+    past = _cap(torch.bmm(rows, key_cache.transpose(1, 2)), softcap)
+    own = _cap(torch.bmm(rows, new[0].transpose(1, 2)), softcap)
+    landed = own
+    if landed_key is not new[0]:
+        landed = _cap(torch.bmm(rows, landed_key.transpose(1, 2)), softcap)
+    past = past * landing.stays + torch.bmm(landed, landing.places) + past_mask
+    weights = _softmax([past, torch.bmm(own * landing.own, landing.ones)], sinks)
+    values = value_cache * landing.stays.reshape(-1, 1)
+    values = values + torch.bmm(landing.places.transpose(1, 2), landed_value)
+    on_cache, on_own = weights[:, :, :slots], weights[:, :, slots : slots + 1] * landing.own
+    if mode == "concat":
+        joined = torch.cat([on_cache, on_own], dim=-1)
+        return torch.bmm(joined, torch.cat([values, new[1]], dim=1))
+    return torch.bmm(on_cache, values) + torch.bmm(on_own, new[1])
 
 
 _MODES: dict[str, Callable[..., Tensor]] = {"split": _split, "concat": _concat}

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from staticlm.contract import Cache, CacheKind, LogitsRows, MethodRole, Part
-from staticlm.export.attention import Chunk, capture_cache, cast, running
+from staticlm.export.attention import Chunk, Landing, capture_cache, cast, running
 from staticlm.export.constants import Constants
 from staticlm.export.rewrites import Rewrites
 from staticlm.export.traits import LayerTraits, ModelTraits
@@ -21,9 +21,13 @@ TORCH_DTYPES = {
 }
 
 
+STEPWISE = "stepwise-"
+"""Prefix of an attention mode whose rows compute, sum by sum, what they would one by one."""
+
+
 @dataclass(frozen=True)
 class MethodPlan:
-    """A method to be exported."""
+    """A method to be exported. A verify method has decode's attention mode, prefixed `STEPWISE`."""
 
     name: str
     role: MethodRole
@@ -72,12 +76,14 @@ class StaticDecoder(nn.Module):
         values = dict(zip(owning, caches[1::2], strict=True))
         rows = self.constants.get("rows", lambda: torch.arange(step))
         positions = start + rows
+        mode = self.plan.attention.removeprefix(STEPWISE)
+        stepwise = mode != self.plan.attention
         masks = _Masks(
-            self.constants, self._dtype, step, start, positions, self.traits, self._slots
+            self.constants, self._dtype, step, start, positions, self.traits, self._slots, stepwise
         )
         owners = [layer.owner for layer in layers]
-        mode = self.plan.attention
-        chunk = Chunk(mode, start, owners, keys, values, masks.past, masks.chunk)
+        landing = masks.landing if stepwise else None
+        chunk = Chunk(mode, start, owners, keys, values, masks.past, masks.chunk, landing)
         keep: int | Tensor = 0
         if length is not None and self.plan.logits_rows is LogitsRows.LAST:
             keep = length - 1
@@ -121,11 +127,14 @@ class _Masks:
         positions: Tensor,
         traits: ModelTraits,
         slots: dict[int, int],
+        stepwise: bool,
     ) -> None:
         self._constants = constants
         self._dtype = dtype
         self._step = step
-        self._start = start
+        self._stepwise = stepwise
+        # The position from which on a row sees nothing in the caches.
+        self._start = positions.reshape(-1, 1) if stepwise else start
         self._positions = positions
         self._layers = traits.layers
         self._slots = slots
@@ -135,7 +144,7 @@ class _Masks:
         """`[1, slots]` where all rows see the same, else `[groups * step, slots]`."""
         facts = self._layers[layer]
         slots = self._slots[facts.owner]
-        plain = facts.kind is CacheKind.FULL and facts.chunk is None
+        plain = facts.kind is CacheKind.FULL and facts.chunk is None and not self._stepwise
         repeat = 1 if plain or self._step == 1 else groups
         key = ("past", facts.window, facts.chunk, slots, repeat)
         if key not in self._made:
@@ -165,6 +174,29 @@ class _Masks:
             apart = (together.to(self._dtype) - 1.0) * -masked_value(self._dtype)
             self._made[key] = torch.minimum(self._repeat(apart, groups), mask)
         return self._made[key]
+
+    def landing(self, layer: int, groups: int, heads: int) -> Landing:
+        """Where the rows land in the caches of a layer."""
+        step, slots = self._step, self._slots[self._layers[layer].owner]
+        key = ("landing", slots, heads)
+        if key not in self._made:
+            where = torch.remainder(self._positions, slots).reshape(-1, 1)
+            places = (self._index(slots) == where).to(self._dtype)
+            one = self._constants.get("landing_rows", lambda: self._ones(1, step))
+            self._made["stays", slots] = 1.0 - one @ places
+            wide = self._constants.get(f"landing_heads_{heads}", lambda: self._ones(heads, 1, 1))
+            self._made[key] = places.reshape(1, *places.shape) * wide
+        return Landing(
+            places=self._made[key],
+            stays=self._made["stays", slots],
+            own=self._constants.get(
+                f"own_{groups}", lambda: torch.eye(step, dtype=self._dtype).repeat(groups, 1)
+            ),
+            ones=self._constants.get(f"own_sum_{heads}", lambda: self._ones(heads, step, 1)),
+        )
+
+    def _ones(self, *shape: int) -> Tensor:
+        return torch.ones(shape, dtype=self._dtype)
 
     def _chunk_begin(self, chunk: int) -> Tensor:
         """`[step, 1]`: the first position of the attention chunk that each row is in."""

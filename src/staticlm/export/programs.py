@@ -24,7 +24,7 @@ from staticlm.contract import (
     TensorSpec,
 )
 from staticlm.errors import Code, ExportError
-from staticlm.export.decoder import TORCH_DTYPES, MethodPlan, StaticDecoder
+from staticlm.export.decoder import STEPWISE, TORCH_DTYPES, MethodPlan, StaticDecoder
 from staticlm.export.options import ExportOptions
 from staticlm.export.selfcheck import check_against_source
 from staticlm.export.static_form import use_static_form
@@ -56,7 +56,7 @@ def plan_methods(options: ExportOptions, attention: Callable[[str], str]) -> tup
                 MethodRole.VERIFY,
                 options.verify_length,
                 LogitsRows.ALL,
-                attention("verify"),
+                STEPWISE + attention("decode"),
             )
         )
     plans.append(MethodPlan("decode", MethodRole.DECODE, 1, LogitsRows.LAST, attention("decode")))

@@ -108,7 +108,9 @@ def _assign(spec: str, methods: Sequence[str]) -> dict[str, str]:
         )
     assigned = {}
     for method in methods:
-        chosen = given.get(method) or (given.get("prefill") if method != "decode" else None)
+        # A verify method must compute what decode computes; prefill methods are alike.
+        like = {"decode": "", "verify": "decode"}.get(method, "prefill")
+        chosen = given.get(method) or given.get(like)
         if chosen is None:
             raise LoweringError(
                 Code.USAGE,

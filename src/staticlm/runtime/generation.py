@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from staticlm.runtime.plan import Call
-from staticlm.runtime.sampling import Sampler
+from staticlm.runtime.sampling import Logits, Sampler
 from staticlm.runtime.session import Session
+from staticlm.runtime.speculation import Speculation, SpeculationStats
 from staticlm.runtime.text import Detokenizer, StopStrings
 
 
@@ -41,6 +42,7 @@ class Generation:
         prefill_seconds: From the first call to the logits of the last prompt token.
         decode_seconds: From there to the end: sampling, decode steps, detokenising. Time in which
             the caller of a stream holds it is not counted.
+        speculation: Figures of speculative decoding; None without it.
     """
 
     text: str
@@ -50,6 +52,7 @@ class Generation:
     finish_reason: FinishReason
     prefill_seconds: float
     decode_seconds: float
+    speculation: SpeculationStats | None = None
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class Request:
         end_ids: Token ids that end the text.
         stops: Stop strings.
         decode: Text of token ids; without it there is no text.
+        speculation: Takes the decode steps, when there is one.
     """
 
     prompt: Sequence[int]
@@ -75,6 +79,7 @@ class Request:
     end_ids: frozenset[int]
     stops: StopStrings
     decode: Callable[[Sequence[int]], str] | None
+    speculation: Speculation | None = None
 
 
 CONTEXT = 8
@@ -142,6 +147,7 @@ class Stream:
             finish_reason=self._reason,
             prefill_seconds=self._prefill_seconds,
             decode_seconds=self._decode_seconds,
+            speculation=None if (one := self.request.speculation) is None else one.stats,
         )
 
     def _count(self, begun: float, prefill_before: float) -> None:
@@ -149,6 +155,22 @@ class Stream:
         self._decode_seconds += spent - (self._prefill_seconds - prefill_before)
 
     def _run(self) -> Iterator[str]:
+        try:
+            yield from self._decode()
+        finally:
+            # However it ends, the session holds the text and no guesses.
+            if self.request.speculation is not None:
+                self.request.speculation.settle()
+
+    def _step(self, token: int) -> Logits:
+        if self.request.speculation is not None:
+            logits = self.request.speculation.step(token)
+        else:
+            logits = self.session.step(token)
+        self.accepted((token,))
+        return logits
+
+    def _decode(self) -> Iterator[str]:
         request = self.request
         history = list(request.prompt)
         begun = time.perf_counter()
@@ -181,8 +203,7 @@ class Stream:
             if len(self._tokens) == request.limit:
                 self._reason = request.limit_reason
                 break
-            logits = self.session.step(token)
-            self.accepted((token,))
+            logits = self._step(token)
         if text is not None:
             tail = request.stops.add(text.finish())
             if request.stops.stopped:

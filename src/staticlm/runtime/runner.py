@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from staticlm.contract.facts import Contract
+from staticlm.contract.facts import Contract, Method
 from staticlm.contract.program import read_program
 from staticlm.errors import ArtifactError, CapacityError, Code, RunnerError, UsageError
 from staticlm.runtime.allocators import get_chain
@@ -24,6 +25,7 @@ from staticlm.runtime.plan import check_capacity
 from staticlm.runtime.sampling import SamplingOptions, make_sampler
 from staticlm.runtime.session import Session, check_tokens
 from staticlm.runtime.shared_program import SharedProgram
+from staticlm.runtime.speculation import Speculation, SpeculationStats, prove, verify_method
 from staticlm.runtime.stats import RunnerStats, resident_bytes
 from staticlm.runtime.text import StopStrings, Tokenizer, check_vocabulary
 
@@ -109,6 +111,8 @@ class Runner:
         self._held: list[int] = []
         self._stream: Stream | None = None
         self._figures = [0, 0.0, 0, 0.0]
+        self._speculation = SpeculationStats()
+        self._proved: dict[str, tuple[float, dict[str, int]]] = {}
         self.session = Session(manager)
         try:
             if program.driver.capabilities.shares_weights:
@@ -173,8 +177,11 @@ class Runner:
             prompt: A text, token ids, or chat messages.
             max_new_tokens: New tokens at most; None generates up to the context length.
             **options: `stop` (a string or several), `ignore_end` (go on after end tokens), `reuse`
-                (keep what the caches already hold of the prompt), and those of `SamplingOptions`:
-                `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty`, `seed`.
+                (keep what the caches already hold of the prompt), `speculate` (`prompt-lookup`:
+                guess from the text so far and check several tokens per call; the text is that of
+                plain decoding) with `draft_tokens` (guesses per call, as many as fit when None), and
+                those of `SamplingOptions`: `temperature`, `top_k`, `top_p`, `min_p`,
+                `repetition_penalty`, `seed`.
 
         Returns:
             An iterator of text pieces; its `generation` tells the rest.
@@ -182,7 +189,8 @@ class Runner:
         Raises:
             CapacityError: Prompt and `max_new_tokens` are longer than the context length; nothing
                 was executed.
-            StaticLMError: Invalid options or tokens; no tokenizer; a broken or closed session.
+            StaticLMError: Invalid options or tokens; no tokenizer; a broken or closed session; a
+                program that cannot speculate, see `speculation.verify_method` and `prove`.
         """
         return self._start(prompt, max_new_tokens, options, text_needed=True)
 
@@ -195,6 +203,9 @@ class Runner:
     def stats(self) -> RunnerStats:
         """Figures so far."""
         io = self.session.stats()
+        calls = Counter(io.calls)
+        for _, proof in self._proved.values():
+            calls.subtract(proof)
         return RunnerStats(
             driver=f"{self._program.driver.name} ({self._program.driver.reason})",
             label=io.label,
@@ -205,11 +216,12 @@ class Runner:
             prefill_seconds=self._figures[1],
             decode_tokens=int(self._figures[2]),
             decode_seconds=self._figures[3],
-            execute_seconds=io.execute_seconds,
-            calls=dict(io.calls),
+            execute_seconds=io.execute_seconds - sum(one for one, _ in self._proved.values()),
+            calls={name: count for name, count in calls.items() if count},
             states=io.states,
             buffers=io.buffers,
             resident_bytes=resident_bytes(),
+            speculation=self._speculation,
         )
 
     def close(self) -> None:
@@ -234,12 +246,15 @@ class Runner:
         stops = StopStrings(options.pop("stop", None) or ())
         ignore_end = bool(options.pop("ignore_end", False))
         reuse = bool(options.pop("reuse", False))
+        verifying = self._verifying(options)
         sampler = make_sampler(_sampling(options))
         if text_needed or stops.any:
             self._text_tokenizer()
         ids = self.encode(prompt)
         limit, reason = self._limit(len(ids), max_new_tokens)
         self._drop_stream()
+        if verifying is not None:
+            self._prove(verifying[0])
         reused = self._reuse(ids) if reuse else 0
         if not reused:
             self._forget()
@@ -256,11 +271,39 @@ class Runner:
                 end_ids=frozenset() if ignore_end else frozenset(self.end_ids),
                 stops=stops,
                 decode=None if self.tokenizer is None else self.tokenizer.decode,
+                speculation=None
+                if verifying is None
+                else Speculation(self.session, *verifying, ids),
             ),
             accepted=self._held.extend,
             finished=_weakly(self._count),
         )
         return self._stream
+
+    def _verifying(self, options: dict[str, Any]) -> tuple[Method, int] | None:
+        """Verify method and guesses per call, where speculation is asked for."""
+        way, drafts = options.pop("speculate", None), options.pop("draft_tokens", None)
+        if way is not None:
+            return verify_method(self.contract, way, drafts)
+        if drafts is not None:
+            raise UsageError(
+                Code.USAGE,
+                "draft_tokens",
+                found=f"{drafts} without speculation",
+                expected="speculate too",
+            )
+        return None
+
+    def _prove(self, method: Method) -> None:
+        """Once per runner: what the caches hold is forgotten then."""
+        if method.name in self._proved:
+            return
+        self._forget()
+        before = self.session.stats()
+        prove(self.session, method)
+        after = self.session.stats()
+        calls = {name: n - before.calls.get(name, 0) for name, n in after.calls.items()}
+        self._proved[method.name] = (after.execute_seconds - before.execute_seconds, calls)
 
     def _limit(self, prompt: int, wanted: int | None) -> tuple[int, FinishReason]:
         """New tokens at most, and what reaching that means."""
@@ -316,6 +359,8 @@ class Runner:
         self._figures[1] += done.prefill_seconds
         self._figures[2] += max(0, len(done.tokens) - 1)
         self._figures[3] += done.decode_seconds
+        if done.speculation is not None:
+            self._speculation += done.speculation
 
     def _text_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -364,6 +409,7 @@ def _sampling(options: dict[str, Any]) -> SamplingOptions:
                 Code.USAGE,
                 "no such option of generate",
                 found=repr(name),
-                expected=f"one of stop, ignore_end, reuse, {', '.join(names)}",
+                expected="one of stop, ignore_end, reuse, speculate, draft_tokens, "
+                + ", ".join(names),
             )
     return SamplingOptions(**options)

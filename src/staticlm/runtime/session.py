@@ -9,10 +9,10 @@ from numbers import Integral
 import numpy as np
 import numpy.typing as npt
 
-from staticlm.contract.facts import Contract
+from staticlm.contract.facts import Contract, Method
 from staticlm.errors import Code, ExecutionError, RunnerError
 from staticlm.runtime.io_managers.base import IOManager, IOStats
-from staticlm.runtime.plan import Call, Plan, plan
+from staticlm.runtime.plan import Call, Plan, check_capacity, plan
 
 Logits = npt.NDArray[np.float32]
 
@@ -54,6 +54,11 @@ class Session:
     def broken(self) -> bool:
         """Whether an execution error made the caches undefined."""
         return self._broken is not None
+
+    @property
+    def usable(self) -> bool:
+        """Whether it is neither closed nor broken."""
+        return not self._closed and self._broken is None
 
     def plan(self, count: int) -> Plan:
         """The calls that would take `count` more tokens; raises `CapacityError`."""
@@ -114,6 +119,37 @@ class Session:
             StaticLMError: As `prefill`.
         """
         return self.prefill((token,))
+
+    def verify(self, method: Method, tokens: Sequence[int]) -> Logits:
+        """Take tokens in one call of a method that returns all rows; any may be rolled back later.
+
+        Returns:
+            float32 `[len(tokens), vocabulary]`.
+
+        Raises:
+            RunnerError: As `prefill`; more tokens than the method takes; or a sliding cache that
+                could not be rolled back afterwards. Nothing was executed.
+            CapacityError: The call does not fit into the caches; nothing was executed.
+            ExecutionError: ExecuTorch failed; the session is broken until `reset`.
+        """
+        ids, _ = self._checked(tokens)
+        if len(ids) > method.step:
+            raise RunnerError(
+                Code.TOKEN_INVALID,
+                f"the tokens for one call of method {method.name!r}",
+                found=len(ids),
+                expected=f"at most {method.step}",
+            )
+        check_capacity(self.capacity, self._position, method.step)
+        end = max(self._written, self._position + method.step)
+        if not self._manager.can_rollback(end, self._position):
+            raise RunnerError(
+                Code.PROGRAM_UNSUPPORTED,
+                f"the caches of this program cannot be rolled back over method {method.name!r}",
+                remedy="Do without speculation.",
+            )
+        call = Call(method.name, self._position, len(ids), method.step)
+        return self._run(call, ids, all_rows=True)
 
     def rollback(self, position: int) -> bool:
         """Forget the tokens from `position` on, if the caches still hold all it sees.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from staticlm.runtime.io_managers.base import BufferStats
+from staticlm.runtime.speculation import SpeculationStats
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class RunnerStats:
         states: How the caches are kept, see `IOStats.states`.
         buffers: Every buffer of the session with the allocator that served it.
         resident_bytes: Resident memory of this process, or None where it cannot be read.
+        speculation: Guesses checked and accepted. The calls that prove a verify method, once per
+            runner, are in no figure.
     """
 
     driver: str
@@ -44,6 +47,7 @@ class RunnerStats:
     states: str
     buffers: tuple[BufferStats, ...]
     resident_bytes: int | None
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
 
     @property
     def prefill_tokens_per_second(self) -> float:
