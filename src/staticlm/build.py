@@ -8,7 +8,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +81,7 @@ def export_model(
     """
     from staticlm.export.manifest import build_metadata
     from staticlm.export.programs import export_programs, plan_methods
+    from staticlm.export.quantize import check_scheme, quantize_model
     from staticlm.export.source import load_source
     from staticlm.lowering.pipeline import lower_to_file
     from staticlm.lowering.targets import resolve_targets
@@ -97,9 +98,11 @@ def export_model(
         dtype=options.dtype,
         cache_dtype=options.cache_dtype or options.dtype,
     )
+    check_scheme(options, [target.label for target in targets.values()])
     clock = _Clock(progress)
     clock("load")
     source = load_source(model, options.dtype)
+    source = replace(source, model=quantize_model(source.model, options))
     config = source.model.config
     text_config = config.get_text_config(decoder=True)
     generation = getattr(source.model, "generation_config", None)
@@ -118,12 +121,17 @@ def export_model(
         backends={name: target.label for name, target in targets.items()},
         progress=clock,
     )
+    programs = {
+        name: targets[name].backend.prepare(name, program, targets[name].options)
+        for name, program in exported.programs.items()
+    }
     with _staged(output, overwrite) as staging:
         lowered = lower_to_file(
-            exported.programs,
+            programs,
             exported.contract,
             staging / "model.pte",
             partitioners={name: target.partitioners for name, target in targets.items()},
+            compile_configs={name: t.backend.compile_config() for name, t in targets.items()},
             progress=clock,
         )
         clock("write the artifact")
@@ -142,7 +150,9 @@ def export_model(
 
 def producers() -> dict[str, str]:
     """Versions of the packages that make a program."""
-    return {"staticlm": __version__} | {name: importlib.metadata.version(name) for name in PRODUCERS}
+    return {"staticlm": __version__} | {
+        name: importlib.metadata.version(name) for name in PRODUCERS
+    }
 
 
 class _Clock:
@@ -229,4 +239,5 @@ def _write_companions(
         generation.save_pretrained(directory)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
-    write_manifest(directory, metadata)
+    ids = tokenizer.get_vocab().values() if tokenizer is not None else ()
+    write_manifest(directory, metadata, max(ids, default=-1) + 1 or None)

@@ -59,7 +59,7 @@ def test_a_process_for_each_method_gives_the_same_program(
         jobs=2,
         progress=stages.append,
     )
-    assert "merge" in stages
+    assert "lower, a process for each method" in stages
     assert sorted(file.name for file in tmp_path.iterdir()) == ["several.pte"]
     with load(one_process) as one, load(path) as several:
         assert one.contract == several.contract

@@ -76,12 +76,23 @@ def _output_spec(model: PreTrainedModel) -> Any:
     return pytree.tree_flatten(type(out)(logits=out.logits))[1]
 
 
-def write_manifest(directory: Path, metadata: dict[str, Any]) -> None:
-    """Write `export.json` beside the program."""
-    manifest = {
+def write_manifest(
+    directory: Path, metadata: dict[str, Any], tokenizer_size: int | None = None
+) -> None:
+    """Write `export.json` beside the program.
+
+    Args:
+        directory: The artifact directory.
+        metadata: See `build_metadata`.
+        tokenizer_size: Largest token id of the tokenizer plus one, by which a runner knows a wrong
+            tokenizer; None without a tokenizer.
+    """
+    manifest: dict[str, Any] = {
         "schema_version": SCHEMA,
         "export_format": LABEL,
         "components": {COMPONENT: {"file": PROGRAM, "metadata": metadata}},
     }
+    if tokenizer_size is not None:
+        manifest["tokenizer_size"] = tokenizer_size
     text = json.dumps(manifest, indent=2) + "\n"
     (directory / "export.json").write_text(text, encoding="utf-8")

@@ -29,6 +29,9 @@ def merge_programs(parts: Sequence[Path], output: Path) -> None:
     Raises:
         LoweringError: Two parts name different data alike, or a part is not of this kind.
     """
+    if len(parts) == 1:
+        parts[0].replace(output)
+        return
     merged = deserialize_pte_binary(parts[0].read_bytes())
     known: dict[bytes, int] = {}
     for index, buffer in enumerate(merged.program.constant_buffer):

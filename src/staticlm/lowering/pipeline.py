@@ -49,6 +49,7 @@ def lower_to_file(
     *,
     partitioners: Mapping[str, Sequence[Any]],
     transform_passes: Mapping[str, Sequence[Any]] | None = None,
+    compile_configs: Mapping[str, Any] | None = None,
     jobs: int | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> LoweredFile:
@@ -60,6 +61,7 @@ def lower_to_file(
         path: File to write; the caller renames it into place.
         partitioners: Partitioners of each method, in order.
         transform_passes: The caller's edge passes of each method.
+        compile_configs: ExecuTorch's `EdgeCompileConfig` of a method, where it is not the default.
         jobs: 1 lowers all methods in this process, more in a process each; None chooses by their
             size, the processors and the memory here.
         progress: Told before every stage.
@@ -69,8 +71,11 @@ def lower_to_file(
     """
     constants = constant_methods(contract)
     passes = transform_passes or {}
+    configs = compile_configs or {}
     raw = path.with_name(path.name + ".raw")
-    parts = {name: path.with_name(f"{path.name}.{name}.part") for name in programs}
+    forked = (jobs if jobs is not None else _choose_jobs(programs)) > 1 and len(programs) > 1
+    groups = _groups(list(programs), configs, apart=forked)
+    parts = [path.with_name(f"{path.name}.{number}.part") for number in range(len(groups))]
 
     def lower_group(names: Sequence[str], target: Path) -> tuple[PassRecord, ...]:
         return _lower_group(
@@ -78,30 +83,39 @@ def lower_to_file(
             {name: partitioners.get(name, ()) for name in names},
             {name: passes[name] for name in names if name in passes},
             constants,
+            configs.get(names[0]),
             target,
         )
 
-    records: list[PassRecord] = []
+    tasks = {
+        ", ".join(names): partial(lower_group, names, part)
+        for names, part in zip(groups, parts, strict=True)
+    }
     try:
-        if (jobs if jobs is not None else _choose_jobs(programs)) > 1 and len(programs) > 1:
-            progress("lower, a process for each method")
-            done = run_forked(
-                {name: partial(lower_group, [name], part) for name, part in parts.items()}
-            )
-            records = [record for name in programs for record in done[name]]
-            progress("merge")
-            merge_programs(list(parts.values()), raw)
-        else:
-            progress("lower")
-            records = list(lower_group(list(programs), raw))
+        progress("lower, a process for each method" if forked else "lower")
+        done = run_forked(tasks) if forked else {name: task() for name, task in tasks.items()}
         progress("write")
+        merge_programs(parts, raw)
         saved = share_identical_segments(raw, path)
     finally:
-        for leftover in (raw, *parts.values()):
+        for leftover in (raw, *parts):
             leftover.unlink(missing_ok=True)
     facts = read_program(path)
     check_contract(read_contract(facts), facts)
-    return LoweredFile(facts, tuple(records), saved)
+    records = tuple(record for name in tasks for record in done[name])
+    return LoweredFile(facts, records, saved)
+
+
+def _groups(names: list[str], configs: Mapping[str, Any], apart: bool) -> list[list[str]]:
+    """Methods that are lowered together: each by itself, or all that have one edge configuration."""
+    groups: list[list[str]] = []
+    for name in names:
+        group = next((g for g in groups if configs.get(g[0]) == configs.get(name)), None)
+        if apart or group is None:
+            groups.append([name])
+        else:
+            group.append(name)
+    return groups
 
 
 def _choose_jobs(programs: Mapping[str, ExportedProgram]) -> int:
@@ -125,6 +139,7 @@ def _lower_group(
     partitioners: Mapping[str, Sequence[Any]],
     transform_passes: Mapping[str, Sequence[Any]],
     constants: Mapping[str, Any],
+    compile_config: Any,
     target: Path,
 ) -> tuple[PassRecord, ...]:
     with shared_provenance():
@@ -133,6 +148,7 @@ def _lower_group(
             partitioners=partitioners,
             transform_passes=transform_passes,
             constant_methods=constants,
+            compile_config=compile_config,
         )
         for name in programs:
             _peel_copies(lowered.edge.exported_program(name))

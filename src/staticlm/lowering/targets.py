@@ -19,12 +19,14 @@ class Target:
         label: What the contract records.
         attention: The attention mode chosen.
         partitioners: Partitioners, in order.
+        options: The backend's typed options.
     """
 
     backend: Backend
     label: str
     attention: str
     partitioners: Sequence[Any]
+    options: Mapping[str, Any]
 
 
 def resolve_targets(
@@ -80,7 +82,7 @@ def resolve_targets(
                 expected=f"one of {', '.join(backend.attention_modes)}",
             )
         partitioners = backend.partitioners(method, routed[backend.name])
-        targets[method] = Target(backend, backend.name, mode, partitioners)
+        targets[method] = Target(backend, backend.name, mode, partitioners, routed[backend.name])
     return targets
 
 
