@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Rows = npt.NDArray[np.float32]
 
 TOLERANCE = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 2e-1}
-"""Largest logits difference that passes, relative to the largest logit, by computation dtype."""
+"""Largest logits difference that passes, relative to the largest logit, by the coarsest dtype."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,8 @@ def validate(
 
     Args:
         artifact: Artifact directory or program.
-        reference: The source: directory, GGUF file, hub id, or a loaded model.
+        reference: The source: directory, GGUF file, hub id, or a loaded model. Its weights are quantised
+            as the artifact's manifest says.
         driver: Driver to run it on.
         greedy_tokens: Tokens to generate greedily on both sides.
         max_stepwise: Longest prompt that is also run token by token.
@@ -114,9 +115,10 @@ def validate(
     with load(artifact, driver=driver) as runner:
         contract = runner.contract
         dtype = contract.decode.logits.spec.dtype
-        source = load_source(reference, dtype).model
+        source = _as_exported(load_source(reference, dtype).model, runner.artifact.manifest)
         _check_reference(contract, source)
-        limit = TOLERANCE[dtype] if tolerance is None else tolerance
+        dtypes = {dtype, *(c.spec.dtype for c in contract.caches if c.spec.dtype in TOLERANCE)}
+        limit = max(TOLERANCE[d] for d in dtypes) if tolerance is None else tolerance
         lengths = plan_lengths(contract)
         rng = np.random.default_rng(seed)
         tokens = rng.integers(0, contract.vocab_size, contract.max_context_len).tolist()
@@ -164,6 +166,28 @@ def eager_logits(model: PreTrainedModel, tokens: Sequence[int]) -> Rows:
         out = model(input_ids=torch.tensor([list(tokens)]), use_cache=False)
     rows: Rows = out.logits[0].float().numpy()
     return rows
+
+
+def _as_exported(source: PreTrainedModel, manifest: Mapping[str, Any]) -> PreTrainedModel:
+    """The source with its weights quantised as the artifact's were: that is what the program computes.
+
+    What quantisation itself costs is for `eval` to say.
+    """
+    from staticlm.export.options import ExportOptions
+    from staticlm.export.quantize import quantize_model
+
+    metadata = manifest.get("components", {}).get("model", {}).get("metadata", {})
+    recorded = metadata.get("export_config", {})
+    options = ExportOptions(
+        context_length=128,
+        quantize=recorded.get("quantize"),
+        quantize_embedding=recorded.get("quantize_embedding"),
+    )
+    return quantize_model(source, options)
+
+
+def _is_quantised(model: Any) -> bool:
+    return any(type(p).__module__.startswith("torchao") for p in model.parameters())
 
 
 def _check_reference(contract: Contract, source: Any) -> None:

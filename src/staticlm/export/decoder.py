@@ -96,6 +96,7 @@ class StaticDecoder(nn.Module):
                 logits_to_keep=keep,
             )
         real = None
+        zero = self.constants.get("zero", lambda: torch.zeros((1, 1, 1), dtype=self._dtype))
         if length is not None:
             real = (rows < length).to(self._dtype).reshape(1, step, 1)
         # All writes come after the whole model: a write inside a layer would split the delegate.
@@ -109,7 +110,8 @@ class StaticDecoder(nn.Module):
                 where = wrapped[slots]
             pair = (keys[layer.index], values[layer.index])
             for cache, new in zip(pair, chunk.new[layer.index], strict=True):
-                row = new if real is None else new * real
+                # The sum turns -0.0 into 0.0, so that no bit of a cache depends on padding ids.
+                row = new if real is None else new * real + zero
                 torch.ops.aten.index_put_.default(cache, [None, where], cast(row, cache.dtype))
         logits: Tensor = out.logits
         return logits
