@@ -174,8 +174,10 @@ def _as_exported(source: PreTrainedModel, manifest: Mapping[str, Any]) -> PreTra
     What quantisation itself costs is for `eval` to say.
     """
     from staticlm.export.options import ExportOptions
-    from staticlm.export.quantize import quantize_model
+    from staticlm.export.quantize import is_quantised, quantize_model
 
+    if is_quantised(source):
+        return source
     metadata = manifest.get("components", {}).get("model", {}).get("metadata", {})
     recorded = metadata.get("export_config", {})
     options = ExportOptions(
@@ -184,10 +186,6 @@ def _as_exported(source: PreTrainedModel, manifest: Mapping[str, Any]) -> PreTra
         quantize_embedding=recorded.get("quantize_embedding"),
     )
     return quantize_model(source, options)
-
-
-def _is_quantised(model: Any) -> bool:
-    return any(type(p).__module__.startswith("torchao") for p in model.parameters())
 
 
 def _check_reference(contract: Contract, source: Any) -> None:

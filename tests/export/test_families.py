@@ -38,7 +38,7 @@ def test_other_kinds_are_refused_by_name(name: str) -> None:
 
 def test_layers_that_share_keep_one_cache_per_owner() -> None:
     made = static(families.EXTRA["gemma4"](), 48, 8)
-    assert [layer.owner for layer in made.traits.layers] == [0, 1, 0, 1]
+    assert [layer.owner for layer in made.traits.layers] == [0, 1, 1]
     keys = [c for c in made.contract.caches if c.part is Part.KEY]
     assert [(c.layer, c.kind, c.window) for c in keys] == [
         (0, CacheKind.SLIDING, 11),
@@ -57,7 +57,7 @@ def test_attention_chunks_only_where_the_capacity_has_several(
     capacity: int, chunk: int | None
 ) -> None:
     made = static(families.EXTRA["llama4"](), capacity, 8)
-    assert [layer.chunk for layer in made.traits.layers] == [chunk] * 3 + [None]
+    assert [layer.chunk for layer in made.traits.layers] == [chunk, None]
     tokens = made.tokens()
     assert relative(made.rows(tokens, [8]), made.source(tokens)) < ROUNDING
 

@@ -23,6 +23,7 @@ def rope(kind: str, **extra: Any) -> dict[str, Any]:
     return {"rope_theta": 10000.0, "rope_type": kind, **extra}
 
 
+_MIXED = ["sliding_attention", "full_attention"]
 _EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
 _LATENT: dict[str, Any] = {
     "kv_lora_rank": 8,
@@ -40,9 +41,9 @@ _LATENT: dict[str, Any] = {
 _SHARED_KV: dict[str, Any] = {
     "head_dim": 16,
     "sliding_window": WINDOW,
-    "num_hidden_layers": 4,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "num_kv_shared_layers": 2,
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "num_kv_shared_layers": 1,
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": VOCABULARY,
 }
@@ -61,25 +62,26 @@ EXTRA: dict[str, Build] = {
     "phi4": of("Phi3", sliding_window=None, tie_word_embeddings=False),
     "phi": of("Phi", partial_rotary_factor=0.5),
     "cohere": of("Cohere", logit_scale=0.25),
-    "cohere2": of("Cohere2", sliding_window=WINDOW, num_hidden_layers=4, logit_scale=0.25),
+    "cohere2": of("Cohere2", sliding_window=WINDOW, layer_types=_MIXED, logit_scale=0.25),
     "falcon3": of("Llama", head_dim=16, rope_theta=1000042.0),
     "starcoder2": of("Starcoder2", sliding_window=WINDOW, use_bias=True),
-    "olmo3": of("Olmo3", sliding_window=WINDOW, num_hidden_layers=4),
+    "olmo3": of("Olmo3", sliding_window=WINDOW, layer_types=_MIXED),
     "gemma": of("Gemma", head_dim=16, num_key_value_heads=1),
     "gemma3n": of(
         "Gemma3nText",
         **_SHARED_KV,
-        intermediate_size=[48] * 4,
+        intermediate_size=[48] * 3,
         laurel_rank=4,
         altup_num_inputs=2,
-        activation_sparsity_pattern=[0.0] * 4,
+        activation_sparsity_pattern=[0.0] * 3,
     ),
     "gemma4": of("Gemma4Text", **_SHARED_KV, global_head_dim=24),
     "llama4": of(
         "Llama4Text",
         head_dim=16,
         attention_chunk_size=13,
-        num_hidden_layers=4,
+        layer_types=["chunked_attention", "full_attention"],
+        no_rope_layers=[1, 0],
         intermediate_size_mlp=48,
         num_local_experts=2,
         interleave_moe_layer_step=2,

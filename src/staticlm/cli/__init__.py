@@ -16,6 +16,7 @@ COMMANDS = {
     "inspect": "Show what a .pte program promises and holds.",
     "generate": "Generate text with an artifact.",
     "validate": "Compare an artifact with the model it came from.",
+    "eval": "Measure how well an artifact predicts a text.",
     "bench": "Measure an artifact.",
     "conformance": "Make or run the conformance kit of the I/O contract.",
 }

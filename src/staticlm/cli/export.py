@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from staticlm.errors import Code, UsageError
+
+if TYPE_CHECKING:
+    from staticlm.export.dryrun import DryRun
 
 
 def run(
@@ -16,9 +20,9 @@ def run(
         str, typer.Argument(help="A model directory, a hub id, or a GGUF file.", show_default=False)
     ],
     output: Annotated[
-        Path,
+        Path | None,
         typer.Option("-o", "--output", help="The artifact directory to make.", show_default=False),
-    ],
+    ] = None,
     context_length: Annotated[
         int, typer.Option(help="Capacity of the KV caches in tokens.")
     ] = 1024,
@@ -40,6 +44,13 @@ def run(
     logits: Annotated[
         str, typer.Option(help="Rows of logits that prefill returns: last or all.")
     ] = "last",
+    quantize: Annotated[
+        str | None,
+        typer.Option(help="Weights of linear layers: 8da4w or int8, both with int8 activations."),
+    ] = None,
+    quantize_embedding: Annotated[
+        int | None, typer.Option(help="Bits of the embedding table: 8 or 4.")
+    ] = None,
     backend: Annotated[
         str, typer.Option(help="One backend, or one per method: prefill=NAME,decode=NAME.")
     ] = "xnnpack",
@@ -49,6 +60,12 @@ def run(
     backend_options_file: Annotated[
         Path | None, typer.Option(help="A TOML file of backend options.")
     ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be made, without reading weights.")
+    ] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Print what stays outside the delegates, and why.")
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing artifact.")] = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Print every pass that ran while lowering.")
@@ -73,9 +90,12 @@ def run(
         attention=attention,
         logits=LogitsRows(logits),
         verify_length=verify_length,
+        quantize=quantize,
+        quantize_embedding=quantize_embedding,
     )
     from staticlm.build import export_model
     from staticlm.cli.quiet import quiet_libraries
+    from staticlm.lowering.explain import outside_delegates
     from staticlm.lowering.options import parse_assignments, read_option_file
 
     tables = read_option_file(backend_options_file) if backend_options_file else {}
@@ -84,6 +104,19 @@ def run(
     }
     chosen.update(parse_assignments(backend_option or []))
     console = Console(stderr=True)
+    if dry_run:
+        from staticlm.export.dryrun import plan_export
+
+        with quiet_libraries():
+            planned = plan_export(model, options, backend=backend, backend_options=chosen)
+        _print_plan(planned, as_json)
+        return
+    if output is None:
+        raise UsageError(
+            Code.USAGE,
+            "there is no output directory",
+            expected="-o DIRECTORY, or --dry-run",
+        )
     with quiet_libraries(), console.status("start") as status:
         report = export_model(
             model,
@@ -97,6 +130,7 @@ def run(
     if verbose:
         for record in report.records:
             console.print(f"pass  {record}", highlight=False)
+    outside = outside_delegates(report.facts) if explain else ()
     summary = {
         "path": str(report.path),
         "program_bytes": report.facts.nbytes,
@@ -106,15 +140,59 @@ def run(
         "shared_bytes": report.shared_bytes,
         "seconds": {stage: round(spent, 2) for stage, spent in report.seconds.items()},
     }
+    if explain:
+        summary["outside"] = [dataclasses.asdict(one) for one in outside]
     if as_json:
         typer.echo(json.dumps(summary))
         return
+    for one in outside:
+        console.print(
+            f"outside  {one.method}: {one.count} x {one.operator}  ({one.reason})", highlight=False
+        )
     spent = sum(report.seconds.values())
     console.print(
         f"wrote {report.path}: program {report.facts.nbytes / 1e6:.1f} MB, "
         f"caches {report.contract.cache_bytes / 1e6:.1f} MB, {spent:.0f} s",
         highlight=False,
     )
+
+
+def _print_plan(planned: DryRun, as_json: bool) -> None:
+    contract = planned.contract
+    summary = {
+        "architecture": planned.traits.architecture,
+        "layers": planned.layer_lines(),
+        "rope_types": list(planned.traits.rope_types),
+        "methods": {
+            m.name: {"step": m.step, "attention": m.attention, "backend": m.backend}
+            for m in contract.methods
+        },
+        "parameters": planned.parameters,
+        "cache_bytes": contract.cache_bytes,
+        "program_bytes": planned.program_bytes,
+        "export_memory_at_least": planned.export_bytes,
+        "run_memory": planned.run_bytes,
+        "kept_twice": list(planned.kept_twice),
+    }
+    if as_json:
+        typer.echo(json.dumps(summary))
+        return
+    typer.echo(f"{planned.traits.architecture}: {planned.parameters:,} parameters")
+    for line in planned.layer_lines():
+        typer.echo(f"  {line}")
+    if planned.traits.rope_types:
+        typer.echo(f"RoPE: {', '.join(planned.traits.rope_types)}")
+    for method in contract.methods:
+        typer.echo(
+            f"method {method.name}: {method.step} tokens per call, {method.attention} attention, "
+            f"backend {method.backend}"
+        )
+    typer.echo(f"caches: {contract.cache_bytes:,} bytes")
+    typer.echo(f"program: about {planned.program_bytes:,} bytes of weights")
+    for name in planned.kept_twice:
+        typer.echo(f"  {name} is stored in two forms")
+    typer.echo(f"memory: at least {planned.export_bytes:,} bytes to export", nl=False)
+    typer.echo(f", about {planned.run_bytes:,} to run")
 
 
 def _tell(console: object, status: object, stage: str) -> None:

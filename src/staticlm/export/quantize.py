@@ -47,6 +47,11 @@ def check_scheme(options: ExportOptions, backends: list[str]) -> None:
         )
 
 
+def is_quantised(model: nn.Module) -> bool:
+    """Whether some weights are integers already."""
+    return any(type(p).__module__.startswith("torchao") for p in model.parameters())
+
+
 def quantize_model(model: PreTrainedModel, options: ExportOptions) -> PreTrainedModel:
     """A copy of `model` with quantised weights; `model` itself when nothing is to be quantised.
 
@@ -79,6 +84,14 @@ def quantizable(model: PreTrainedModel, options: ExportOptions) -> None:
     Raises:
         ExportError: `MODEL_UNSUPPORTED`, naming the weight.
     """
+    wanted = options.quantize is not None or options.quantize_embedding is not None
+    if wanted and is_quantised(model):
+        raise ExportError(
+            Code.MODEL_UNSUPPORTED,
+            "quantising a model",
+            found="integer weights already",
+            expected="floating point weights",
+        )
     if options.quantize is not None:
         _check_linear(model, options.quantize)
     if options.quantize_embedding is not None:

@@ -184,6 +184,21 @@ def _float(constants: Constants, x: Tensor) -> Any:
     return x if x.dtype is torch.float32 else NotImplemented
 
 
+def _embedding(
+    constants: Constants,
+    ids: Tensor,
+    table: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    *unused: Any,
+    **kw: Any,
+) -> Any:
+    # The padding index concerns gradients only, and with one no quantised lookup is recognised.
+    if padding_idx is None or max_norm is not None:
+        return NotImplemented
+    return torch.nn.functional.embedding(ids, table)
+
+
 class _Complex:
     """A complex tensor as two real ones, for the few operations that rotary embeddings use."""
 
@@ -251,6 +266,7 @@ _HANDLERS: dict[Any, _Handler] = {
     torch.rms_norm: _rms_norm,
     torch.nn.functional.rms_norm: _rms_norm,
     torch.nn.functional.gelu: _gelu,
+    torch.nn.functional.embedding: _embedding,
     torch.pow: _pow,
     torch.Tensor.pow: _pow,
     torch.Tensor.__pow__: _pow,

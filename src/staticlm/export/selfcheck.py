@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from staticlm.contract import CacheKind, Contract, LogitsRows, MethodRole
 from staticlm.errors import Code, ExportError
 from staticlm.export.decoder import TORCH_DTYPES, StaticDecoder
+from staticlm.export.quantize import is_quantised
 from staticlm.export.static_form import use_static_form
 
 _LONGEST = 1536
@@ -52,7 +53,7 @@ def check_against_source(
     difference = float(((got - want[rows]).abs().max() / scale).item())
     dtypes = {_dtype_name(model), *(cache.spec.dtype for cache in contract.caches)}
     limit = max(_TOLERANCE[dtype] for dtype in dtypes)
-    if _is_quantised(model):
+    if is_quantised(model):
         limit = max(limit, _QUANTISED)
     if not difference <= limit:
         raise ExportError(
@@ -67,10 +68,6 @@ def check_against_source(
 
 def _dtype_name(model: PreTrainedModel) -> str:
     return str(model.dtype).removeprefix("torch.")
-
-
-def _is_quantised(model: PreTrainedModel) -> bool:
-    return any(type(p).__module__.startswith("torchao") for p in model.parameters())
 
 
 def _chunks(contract: Contract) -> list[tuple[str, int]]:
