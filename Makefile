@@ -14,7 +14,7 @@ TEST_JOBS ?= 2
 REQUIRE_NATIVE ?=
 PROMPT ?= Explain in two sentences why the sky is blue.
 
-.PHONY: setup demo test lint types check clean
+.PHONY: setup demo test lint types check peers clean
 
 setup: $(VENV)/.ready
 
@@ -46,6 +46,13 @@ types: setup
 	$(BIN)/mypy
 
 check: lint types
+
+# Minutes of installing and exporting the first time, then a measurement of less than 15 minutes.
+peers: setup
+	@[ -d .venv-peers ] || PYTHON=$(PYTHON) TORCH_ARGS="$(TORCH_ARGS)" benchmarks/peers/setup
+	-@$(BIN)/python benchmarks/peers/prepare.py \
+		"$(or $(MODEL),$$($(BIN)/python -c 'from staticlm.demo import shipped_model; print(shipped_model())'))"
+	@$(BIN)/python benchmarks/peers/run.py --write
 
 clean:
 	rm -rf $(VENV) artifacts build
