@@ -163,7 +163,8 @@ class Method:
         logits_rows: Which rows the logits output holds.
         inputs: Every input slot in index order.
         outputs: Every output slot in index order.
-        attention: The attention mode it was exported with (information only).
+        attention: The attention mode it was exported with. Information only, but for the prefix
+            `stepwise-` of a verify method: its rows take the sums that decode takes.
         backend: The backend it was lowered to (information only).
     """
 
