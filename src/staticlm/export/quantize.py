@@ -159,7 +159,12 @@ def _linear_config(scheme: str) -> Any:
     from torchao.quantization import Int8DynamicActivationIntxWeightConfig
 
     dtype, granularity = _weights(4 if scheme == "8da4w" else 8)
-    return Int8DynamicActivationIntxWeightConfig(weight_dtype=dtype, weight_granularity=granularity)
+    return Int8DynamicActivationIntxWeightConfig(
+        weight_dtype=dtype,
+        weight_granularity=granularity,
+        # XNNPACK's 4-bit kernels hold group scales in bfloat16 and would round them silently.
+        weight_scale_dtype=torch.bfloat16 if scheme == "8da4w" else None,
+    )
 
 
 def _table_config(bits: int) -> Any:
