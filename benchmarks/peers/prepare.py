@@ -49,12 +49,12 @@ def ctranslate2(quantization: str) -> Make:
     ]
 
 
-def openvino(weights: str) -> Make:
+def openvino(weights: str, *options: str) -> Make:
     """optimum-intel's exporter."""
     return lambda source, to: [
         [
             *(str(PEERS / "optimum-cli"), "export", "openvino", "--model", str(source)),
-            *("--task", "text-generation-with-past", "--weight-format", weights, str(to)),
+            *("--task", "text-generation-with-past", "--weight-format", weights, *options, str(to)),
         ]
     ]
 
@@ -90,7 +90,7 @@ FORMS: dict[str, Make] = {
     "ctranslate2-int8": ctranslate2("int8"),
     "openvino-fp32": openvino("fp32"),
     "openvino-int8": openvino("int8"),
-    "openvino-int4": openvino("int4"),
+    "openvino-int4": openvino("int4", "--group-size", "32"),
     "executorch-fp32.pte": executorch(),
     "executorch-8da8w.pte": executorch("quantization.pt2e_quantize=xnnpack_dynamic"),
     "executorch-8da4w.pte": executorch(
