@@ -74,10 +74,12 @@ def test_the_commands_of_the_readme_run(
     model: Path, tmp_path: Path, cli_here: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
     section = README.split("## From the command line")[1].split("## From Python")[0]
-    lines = [line for line in re.search(r"```sh\n(.*?)```", section, re.S)[1].splitlines() if line]  # type: ignore[index]
-    assert len(lines) == 4
+    blocks = re.findall(r"```sh\n(.*?)```", section, re.S)
+    lines = [line for block in blocks for line in block.splitlines() if line]
+    assert len(lines) == 6
+    places = {"MODEL": str(model), "DIR": str(tmp_path / "a"), "MIXED": str(tmp_path / "b")}
     for line in lines:
-        words = [{"MODEL": str(model), "DIR": str(tmp_path / "dir")}.get(w, w)
+        words = [places.get(w, w)
                  for w in shlex.split(line)]  # fmt: skip
         assert words[0] == "staticlm"
         done = cli_here(*words[1:])
@@ -89,8 +91,10 @@ def test_the_python_of_the_readme_runs(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     section = README.split("## From Python")[1]
-    code = re.search(r"```python\n(.*?)```", section, re.S)[1]  # type: ignore[index]
+    code = "\n".join(re.findall(r"```python\n(.*?)```", section, re.S))
     monkeypatch.chdir(tmp_path)
     assert "path/to/model" in code
-    exec(compile(code.replace("path/to/model", str(model)), "README.md", "exec"), {})
+    names: dict[str, object] = {}
+    exec(compile(code.replace("path/to/model", str(model)), "README.md", "exec"), names)
+    assert type(names["model"]).__name__ == "ExportedModel"
     assert (tmp_path / "artifact" / "model.pte").is_file()

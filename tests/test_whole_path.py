@@ -100,7 +100,7 @@ def test_generate_streams_text_without_torch(smollm2: Path) -> None:
         "try:\n"
         "    main(sys.argv[1:])\n"
         "finally:\n"
-        "    heavy = {'torch', 'transformers', 'executorch'} & set(sys.modules)\n"
+        "    heavy = {'torch', 'transformers'} & set(sys.modules)\n"
         "    print('heavy:', sorted(heavy), file=sys.stderr)\n"
     )
     done = subprocess.run(
