@@ -6,10 +6,13 @@ import os
 import random
 import struct
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import flatbuffers
 import pytest
+from executorch.exir import schema
 from tests.support.program_files import CONSTANT_METHODS, lower_add, lower_tied, tied_model
 
 from staticlm.contract.program import ProgramFacts, read_program
@@ -193,6 +196,56 @@ def test_flipped_bits_give_facts_or_one_error(seed: int, data: bytes, tmp_path: 
             refusals += error.code is Code.PROGRAM_MALFORMED
     assert refusals > 100
     assert time.process_time() - start < 30
+
+
+def _nothing_to_write_to(plan: Any) -> None:
+    call = next(
+        one for one in _kernel_calls(plan) if plan.operators[one.op_index].overload == "out"
+    )
+    plan.values[call.args[-1]].val = schema.Null()
+
+
+def _list_of_wrong_kind(plan: Any) -> None:
+    kinds = [type(one.val) for one in plan.values]
+    plan.values[-1].val = schema.IntList([kinds.index(schema.Tensor)])
+
+
+def _without_memory(plan: Any) -> None:
+    used = {index for call in _kernel_calls(plan) for index in call.args}
+    free = used - {*plan.inputs, *plan.outputs}
+    tensor = next(
+        value.val
+        for index, value in enumerate(plan.values)
+        if index in free and isinstance(value.val, schema.Tensor)
+    )
+    tensor.allocation_info, tensor.data_buffer_idx = None, 0
+
+
+def _kernel_calls(plan: Any) -> list[Any]:
+    found = [one.instr_args for one in plan.chains[0].instructions]
+    return [one for one in found if isinstance(one, schema.KernelCall)]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "word"),
+    [
+        (_nothing_to_write_to, "no tensor to write to"),
+        (_list_of_wrong_kind, "a list of integers refers to value"),
+        (_without_memory, "a tensor without memory"),
+    ],
+)
+def test_calls_over_which_the_runtime_would_abort(
+    data: bytes, tmp_path: Path, spoil: Callable[[Any], None], word: str
+) -> None:
+    from executorch.exir._serialize._program import deserialize_pte_binary, serialize_pte_binary
+
+    file = deserialize_pte_binary(data)
+    spoil(next(plan for plan in file.program.execution_plan if plan.name == "prefill"))
+    path = tmp_path / "model.pte"
+    path.write_bytes(bytes(serialize_pte_binary(file)))
+    error = refused(path)
+    assert error.code is Code.PROGRAM_MALFORMED
+    assert word in str(error)
 
 
 def test_shared_tables_cost_no_more_than_the_file(tmp_path: Path) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import mmap
 import os
 import stat
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from staticlm.contract.flatbuffer import Malformed, Region, Table
+from staticlm.contract.program_calls import read_calls
 from staticlm.contract.program_facts import (
     DelegateFacts,
     MethodFacts,
@@ -257,7 +256,7 @@ class _Reader:
             raise Malformed(f"method {name!r} has an arena of {min(arenas)} bytes")
         values = tuple(read_value(entry) for entry in plan.tables(2))
         for value in values:
-            check_value(value, len(values), arenas, self.constants)
+            check_value(value, values, arenas, self.constants)
             if isinstance(value, Tensor):
                 self._check_initial(value)
         inputs = self._indexes(plan.numbers(3, "i"), len(values), name)
@@ -265,8 +264,8 @@ class _Reader:
         first = {value: index for index, value in reversed(list(enumerate(inputs)))}
         delegates = tuple(self._delegate(table) for table in plan.tables(7))
         names = [_operator(table) for table in plan.tables(6)]
-        operators, delegate_calls, instructions = _instructions(
-            name, plan, names, len(delegates), len(values)
+        operators, delegate_calls, instructions = read_calls(
+            name, plan, names, len(delegates), values, frozenset((*inputs, *outputs))
         )
         self._check_strings(plan)
         method = MethodFacts(
@@ -343,42 +342,3 @@ def _operator(table: Table) -> str:
 
 def _tensor_facts(value: Value) -> TensorFacts | None:
     return value.facts if isinstance(value, Tensor) else None
-
-
-def _instructions(
-    method: str, plan: Table, operators: list[str], delegates: int, values: int
-) -> tuple[Mapping[str, int], int, int]:
-    """Kernel calls by operator, delegate calls, and instructions of all chains."""
-    kernels: Counter[str] = Counter()
-    delegate_calls = 0
-    total = 0
-    for chain in plan.tables(5):
-        count = chain.vector(2, 4)[1]
-        total += count
-        for entry in chain.tables(2):
-            kind, call = entry.u8(0), entry.table(1)
-            if call is None or not 1 <= kind <= 5:
-                raise Malformed(f"method {method!r} has an instruction of unknown type {kind}")
-            touched: tuple[int, ...]
-            if kind in (1, 2):
-                index = call.i32(0)
-                if not 0 <= index < (len(operators) if kind == 1 else delegates):
-                    what = "an operator" if kind == 1 else "a delegate"
-                    raise Malformed(f"method {method!r} calls {what} that is not there")
-                touched = call.numbers(1, "i")
-                if kind == 1:
-                    kernels[operators[index]] += 1
-                else:
-                    delegate_calls += 1
-            elif kind == 3:
-                touched = (call.i32(0), call.i32(1))
-            else:
-                touched = (call.i32(0),)
-                if kind == 4 and not 0 <= call.i32(1) <= count:
-                    raise Malformed(f"method {method!r} jumps out of its instructions")
-            if touched and not 0 <= min(touched) <= max(touched) < values:
-                raise Malformed(f"method {method!r} uses a value outside of {values} values")
-        for frames in chain.tables(3):
-            for frame in frames.tables(0):
-                frame.string(0), frame.string(2), frame.string(3)
-    return dict(kernels), delegate_calls, total

@@ -51,9 +51,13 @@ class Scalar:
 
 @dataclass(frozen=True)
 class References:
-    """A list of other values of the plan; an index of -1 stands for None."""
+    """A list of other values of the plan; an index of -1 stands for None.
+
+    `tensors` tells lists of tensors from lists of integers.
+    """
 
     indexes: tuple[int, ...]
+    tensors: bool
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,12 @@ class Tensor:
     arena: tuple[int, int] | None
     mutable_segment: int
     external: str | None
+
+    @property
+    def placed(self) -> bool:
+        """Whether the file says where its memory is, or leaves that to the run."""
+        facts = self.facts
+        return facts.planned or facts.constant or facts.dynamic or facts.nbytes == 0
 
 
 Value = Null | Scalar | References | Tensor
@@ -129,13 +139,13 @@ def read_value(entry: Table) -> Value:
         return Scalar(body.string(0) or "")
     if kind == 7:
         # The runtime treats integer lists as indexes too: their elements may be symbolic.
-        return References(body.numbers(0, "q"))
+        return References(body.numbers(0, "q"), tensors=False)
     if kind == 8:
         return Scalar(body.doubles(0))
     if kind == 9:
         return Scalar(tuple(item != 0 for item in body.numbers(0, "B")))
     if kind in _TENSOR_LISTS:
-        return References(body.numbers(0, "i"))
+        return References(body.numbers(0, "i"), tensors=True)
     raise Malformed(f"a value has the unknown type {kind}")
 
 
@@ -178,11 +188,22 @@ def _read_tensor(body: Table) -> Tensor:
     return Tensor(facts, buffer, arena, extra.u64(0) if extra is not None else 0, external)
 
 
-def check_value(value: Value, count: int, arenas: tuple[int, ...], constants: ConstantData) -> None:
+def check_value(
+    value: Value,
+    values: tuple[Value, ...],
+    arenas: tuple[int, ...],
+    constants: ConstantData,
+) -> None:
     """Refuse a value that refers to values, arenas or constants that are not there."""
     if isinstance(value, References):
-        if value.indexes and not -1 <= min(value.indexes) <= max(value.indexes) < count:
+        count, low = len(values), -1 if value.tensors else 0
+        if value.indexes and not low <= min(value.indexes) <= max(value.indexes) < count:
             raise Malformed(f"a list refers to a value outside of {count} values")
+        for index in value.indexes:
+            item = values[index] if index >= 0 else Null()
+            if not isinstance(item, (Tensor, Null) if value.tensors else Scalar):
+                kind = "tensors" if value.tensors else "integers"
+                raise Malformed(f"a list of {kind} refers to value {index}, which is none")
     elif isinstance(value, Tensor):
         if value.arena is not None:
             # Arena 0 is reserved for the constants.
