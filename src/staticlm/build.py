@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -181,7 +182,16 @@ class _Clock:
 
 
 def _check_output(output: Path, overwrite: bool) -> None:
-    if not output.exists():
+    if not os.path.lexists(output):
+        above = next(one for one in (output.absolute().parents) if os.path.exists(one))
+        if not output.name or not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+            raise ExportError(
+                Code.EXPORT_FAILED,
+                f"{output} cannot be made",
+                found=f"{above}, which is {'not writable' if above.is_dir() else 'a file'}",
+                expected="a directory that can be written to",
+                remedy="Choose another output path.",
+            )
         return
     ours = output.is_dir() and ((output / "export.json").is_file() or not any(output.iterdir()))
     if not ours:
@@ -203,16 +213,25 @@ def _check_output(output: Path, overwrite: bool) -> None:
 @contextmanager
 def _staged(output: Path, overwrite: bool) -> Iterator[Path]:
     """A directory beside `output` that becomes it when all went well, and vanishes otherwise."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    staging = output.parent / f".{output.name}.partial-{os.getpid()}"
-    aside = output.parent / f".{output.name}.old-{os.getpid()}"
-    staging.mkdir()
+    # A link to an artifact stays a link: what it points to is replaced.
+    output = output.resolve()
+    work: Path | None = None
     try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        # A name of its own: process numbers come again, and a killed export leaves its directory.
+        work = Path(tempfile.mkdtemp(prefix=f".{output.name}.partial-", dir=output.parent))
+        staging, aside = work / "new", work / "old"
+        staging.mkdir()
         yield staging
         _check_output(output, overwrite)
         if output.exists():
             os.replace(output, aside)
-        os.replace(staging, output)
+        try:
+            os.replace(staging, output)
+        except BaseException:
+            if aside.exists() and not output.exists():
+                os.replace(aside, output)
+            raise
     except StaticLMError:
         raise
     except OSError as error:
@@ -223,8 +242,8 @@ def _staged(output: Path, overwrite: bool) -> Iterator[Path]:
             remedy="Free disk space or choose another path.",
         ) from error
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
-        shutil.rmtree(aside, ignore_errors=True)
+        if work is not None:
+            shutil.rmtree(work, ignore_errors=True)
 
 
 def _write_companions(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 from tests.support.models import FAMILIES
 
-from staticlm.errors import Code
+from staticlm import build
+from staticlm.errors import Code, ExportError
 
 CLI = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -76,6 +78,42 @@ def test_export_overwrites_nothing_that_is_not_an_artifact(
     done = cli_here("export", model, "-o", tmp_path / "out", "--force")
     refused(done, Code.OUTPUT_EXISTS)
     assert (tmp_path / "out" / "thesis.txt").read_text() == "precious"
+
+
+@pytest.mark.parametrize("output", ["{tmp}/file/out", "{tmp}/file/deeper/out"])
+def test_export_refuses_an_output_that_cannot_be_made(
+    cli_here: CLI, model: Path, tmp_path: Path, output: str
+) -> None:
+    (tmp_path / "file").write_text("precious")
+    done = cli_here("export", model, "-o", output.format(tmp=tmp_path), "--context-length", 32)
+    assert f"{tmp_path}/file, which is a file" in refused(done, Code.EXPORT_FAILED)
+    assert "load" not in done.stderr.splitlines()
+
+
+def test_a_failed_replacement_leaves_the_old_artifact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, link = tmp_path / "real", tmp_path / "link"
+    output.mkdir()
+    (output / "export.json").write_text("old")
+    link.symlink_to(output)
+    replace = os.replace
+
+    def fails(source: Path, target: Path) -> None:
+        if source.name == "new":
+            raise OSError("no space")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", fails)
+    with pytest.raises(ExportError), build._staged(link, True):
+        pass
+    assert (output / "export.json").read_text() == "old"
+    monkeypatch.setattr(os, "replace", replace)
+    with build._staged(link, True) as staging:
+        (staging / "export.json").write_text("new")
+    assert link.is_symlink()
+    assert (output / "export.json").read_text() == "new"
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["link", "real"]
 
 
 def test_export_refuses_incomplete_weights(cli_here: CLI, model: Path, tmp_path: Path) -> None:
