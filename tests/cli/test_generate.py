@@ -7,9 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support.toy_artifacts import write_artifact
+
+from staticlm import cli as command_line
 
 
 @pytest.fixture(scope="session")
@@ -17,7 +20,9 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_artifact(tmp_path_factory.mktemp("cli") / "toy")
 
 
-def staticlm(*arguments: object, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+def staticlm(
+    *arguments: object, stdin: str | None = None, encoding: str = "utf-8"
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "staticlm", *map(str, arguments)],
         input=stdin,
@@ -25,7 +30,7 @@ def staticlm(*arguments: object, stdin: str | None = None) -> subprocess.Complet
         text=True,
         encoding="utf-8",
         errors="replace",
-        env={**os.environ, "PYTHONIOENCODING": "utf-8"},
+        env={**os.environ, "PYTHONIOENCODING": encoding},
         check=False,
     )
 
@@ -63,6 +68,9 @@ def test_chat_and_standard_input(artifact: Path) -> None:
         (("{artifact}", "--prompt", "a", "--prompt-file", "b"), "either --prompt or --prompt-file"),
         (("{artifact}", "--prompt-file", "absent.txt"), "absent.txt cannot be read"),
         (("{artifact}", "--prompt", "a" * 70), "capacity-exceeded"),
+        (("{artifact}", "--prompt", "a\udcff"), "not Unicode text"),
+        (("{artifact}", "--prompt", "a", "--threads", "2147483648"), "the number of threads"),
+        (("x" * 5000, "--prompt", "a"), "program-not-found"),
         (("{artifact}", "--prompt", "a", "--top-p", "7"), "sampling-invalid"),
         (("{artifact}", "--prompt", "a", "--driver", "none"), "no such driver"),
         (("{artifact}", "--prompt", "a", "--allocator", "none"), "no such allocator"),
@@ -79,6 +87,26 @@ def test_refusals_are_one_message_and_exit_code_2(
     assert part in done.stderr
     assert "Traceback" not in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_terminal_that_cannot_show_the_text_gets_escapes(
+    artifact: Path,
+) -> None:
+    done = staticlm("generate", artifact / "\u00fc", "--prompt", "a", encoding="ascii")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: there is no artifact or program at ")
+    assert "\\xfc: expected" in done.stderr
+
+
+def test_an_interrupt_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def interrupted(wanted: str | None) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command_line, "app", interrupted)
+    with pytest.raises(SystemExit) as caught:
+        command_line.main(["generate"])
+    assert caught.value.code == 130
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_unknown_command_and_help() -> None:

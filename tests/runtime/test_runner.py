@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,14 @@ from tests.support.toy_artifacts import BYTE_TOY, write_artifact, write_texts
 from tests.support.toy_programs import eager_logits
 
 import staticlm
-from staticlm.errors import ArtifactError, CapacityError, Code, StaticLMError
+from staticlm.errors import (
+    ArtifactError,
+    CapacityError,
+    Code,
+    RunnerError,
+    StaticLMError,
+    UsageError,
+)
 from staticlm.runtime.generation import FinishReason
 from staticlm.runtime.runner import Runner
 
@@ -272,7 +280,7 @@ def test_the_union_of_end_ids_is_used(artifact: Path, tmp_path: Path) -> None:
         assert runner.end_ids == (257, 5, 6)
 
 
-@pytest.mark.parametrize("threads", [0, True, 1.5])
+@pytest.mark.parametrize("threads", [0, True, 1.5, "2", 2**31, 2**64])
 def test_threads(artifact: Path, threads: Any) -> None:
     with pytest.raises(StaticLMError) as caught:
         staticlm.load(artifact, threads=threads)
@@ -286,3 +294,69 @@ def test_use_after_close(artifact: Path) -> None:
     with pytest.raises(StaticLMError) as caught:
         runner.generate("a")
     assert caught.value.code is Code.CLOSED
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [b"abc", bytearray(b"abc"), {97, 98}, {"role": "user", "content": "a"}, np.array(97), 97, None],
+)
+def test_what_only_looks_like_a_prompt(runner: Runner, prompt: Any) -> None:
+    with pytest.raises(UsageError, match=type(prompt).__name__):
+        runner.generate(prompt, 1)
+    assert runner.session.position == 0
+
+
+def test_undecoded_bytes_are_no_text(runner: Runner) -> None:
+    with pytest.raises(UsageError, match=r"not Unicode text: found .* at character 1"):
+        runner.generate("a\udcff", 1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"stop": 5}, {"stop": ""}, {"stop": b"a"}, {"ignore_end": "no"}, {"reuse": 1}],
+)
+def test_options_of_another_type(runner: Runner, options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=next(iter(options))):
+        runner.generate(list(b"ab"), 1, **options)
+
+
+def test_numpy_integers_are_integers(runner: Runner) -> None:
+    done = runner.generate(np.array([97, 98]), np.int64(3), ignore_end=True)  # type: ignore[arg-type]
+    assert list(done.tokens) == greedy([97, 98], 3)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"path": None},
+        {"path": 5},
+        {"path": b"a"},
+        {"path": ""},
+        {"path": "x" * 5000},
+        {"tokenizer": 5},
+        {"tokenizer": "x" * 5000},
+        {"allocator": None},
+    ],
+)
+def test_load_refuses_what_is_not_a_path_or_a_name(artifact: Path, arguments: Any) -> None:
+    with pytest.raises(StaticLMError):
+        staticlm.load(**{"path": artifact, **arguments})
+
+
+def test_another_thread_is_refused_while_a_text_is_made(runner: Runner) -> None:
+    prompt = list(b"Hello")
+    seen: list[object] = []
+
+    def intrude() -> None:
+        for use in (lambda: runner.generate(prompt, 2), runner.reset, runner.close):
+            try:
+                seen.append(use())
+            except RunnerError as error:
+                seen.append(error.code)
+
+    with runner.session.turn():
+        other = threading.Thread(target=intrude)
+        other.start()
+        other.join()
+        assert seen == [Code.DRIVER_UNSAFE] * 3
+        assert list(runner.generate(prompt, 5, ignore_end=True).tokens) == greedy(prompt, 5)

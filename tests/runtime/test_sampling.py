@@ -95,6 +95,8 @@ def test_seed_repeats_and_no_seed_does_not() -> None:
         {"min_p": -0.5},
         {"min_p": 1.5},
         {"repetition_penalty": 0},
+        {"repetition_penalty": 1e-300},
+        {"repetition_penalty": 1e300},
         {"seed": -1},
         {"seed": False},
     ],
@@ -104,3 +106,18 @@ def test_invalid_options_are_refused_by_name(options: dict[str, Any]) -> None:
         SamplingOptions(**options)
     assert caught.value.code is Code.SAMPLING_INVALID
     assert next(iter(options)) in caught.value.what
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_logits_that_choose_no_token_are_refused(temperature: float, bad: float) -> None:
+    sampler = make_sampler(SamplingOptions(temperature=temperature, seed=1))
+    with pytest.raises(RunnerError) as caught:
+        sampler(np.array([1.0, bad, 2.0], np.float32), [0])
+    assert caught.value.code is Code.EXECUTION_FAILED
+
+
+def test_the_smallest_temperature_is_greedy_without_a_warning() -> None:
+    sampler = make_sampler(SamplingOptions(temperature=5e-324, seed=1))
+    with np.errstate(all="raise"):
+        assert sampler(np.array([1.0, 3.0, 2.0], np.float32), [0]) == 1

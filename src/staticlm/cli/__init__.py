@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from io import TextIOWrapper
 from typing import Any
 
 from staticlm.errors import StaticLMError
@@ -22,14 +23,21 @@ COMMANDS = {
 }
 """Command name -> one line of help; the command is `run` in `staticlm.cli.<name>`."""
 
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as of a program that the signal ended."""
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command and exit: 0 done, 1 a check failed, 2 refused or misused.
+    """Run a command and exit: 0 done, 1 a check failed, 2 refused or misused, 130 interrupted.
 
     Args:
         arguments: Command line without the program's name; None takes the process's own.
     """
     line = sys.argv[1:] if arguments is None else list(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal or pipe that cannot show a character gets its number, not a traceback.
+        if isinstance(stream, TextIOWrapper) and stream.errors != "surrogateescape":
+            stream.reconfigure(errors="backslashreplace")
     try:
         app(next((word for word in line if not word.startswith("-")), None))(
             args=line, prog_name="staticlm"
@@ -37,6 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except StaticLMError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)
     except BrokenPipeError:
         # The reader went away (`| head`): there is nobody to tell, and nothing to flush at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from staticlm.cli import INTERRUPTED
 from staticlm.errors import Code, UsageError
 from staticlm.runtime.generation import Generation, Stream
 from staticlm.runtime.runner import Prompt, Runner, load
@@ -118,10 +119,15 @@ def _print_stream(stream: Stream, runner: Runner) -> None:
         for piece in stream:
             sys.stdout.write(piece)
             sys.stdout.flush()
+        interrupted = False
     except KeyboardInterrupt:
         stream.close()
+        interrupted = True
     print(flush=True)
     print(_line(stream.generation, runner.stats()), file=sys.stderr)
+    if interrupted:
+        # The text is not whole: a script must not take it for one.
+        raise typer.Exit(INTERRUPTED)
 
 
 def _line(done: Generation, stats: RunnerStats) -> str:

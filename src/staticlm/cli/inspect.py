@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -57,7 +58,7 @@ def describe(path: str | Path) -> dict[str, Any]:
             malformed is no error here: it is part of the description.
     """
     path = Path(path)
-    directory = path if path.is_dir() else None
+    directory = path if os.path.isdir(path) else None
     program = path / PROGRAM if directory else path
     if directory and not program.is_file():
         raise ProgramError(

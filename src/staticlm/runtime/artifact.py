@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from staticlm.errors import ArtifactError, Code, ProgramError
+from staticlm.errors import ArtifactError, Code, ProgramError, UsageError
 
 PROGRAM = "model.pte"
 TOKENIZER = "tokenizer.json"
@@ -51,8 +52,9 @@ def open_artifact(path: str | Path, tokenizer: str | Path | None = None) -> Arti
         ProgramError: There is nothing at `path` (`PROGRAM_NOT_FOUND`).
         ArtifactError: It is not an artifact, a file in it is malformed, or no tokenizer is there.
     """
-    path = Path(path)
-    if not path.exists():
+    path = _path("the path of the artifact", path)
+    # Unlike those of Path, the questions of os.path have an answer for impossible names too.
+    if not os.path.exists(path):
         raise ProgramError(
             Code.PROGRAM_NOT_FOUND,
             f"there is no artifact or program at {path}",
@@ -69,7 +71,11 @@ def open_artifact(path: str | Path, tokenizer: str | Path | None = None) -> Arti
             remedy="Export the model first: staticlm export MODEL -o DIR.",
         )
     own = program.parent if path.is_dir() or program.name == PROGRAM else None
-    texts = own if tokenizer is None else _tokenizer_directory(Path(tokenizer))
+    texts = (
+        own
+        if tokenizer is None
+        else _tokenizer_directory(_path("the path of the tokenizer", tokenizer))
+    )
     tokenizer_config = _json(texts, "tokenizer_config.json")
     return Artifact(
         program=program,
@@ -146,8 +152,8 @@ def special_token(tokenizer_config: Mapping[str, Any], name: str) -> str | None:
 
 
 def _tokenizer_directory(path: Path) -> Path:
-    directory = path if path.is_dir() else path.parent
-    if not (path / TOKENIZER if path.is_dir() else path).is_file():
+    directory = path if os.path.isdir(path) else path.parent
+    if not os.path.isfile(path / TOKENIZER if os.path.isdir(path) else path):
         raise ArtifactError(
             Code.TOKENIZER_MISSING,
             f"there is no tokenizer at {path}",
@@ -177,6 +183,16 @@ def _chat_template(directory: Path | None, tokenizer_config: Mapping[str, Any]) 
         named = {one.get("name"): one.get("template") for one in value if isinstance(one, Mapping)}
         value = named.get("default")
     return value if isinstance(value, str) else None
+
+
+def _path(what: str, path: object) -> Path:
+    if isinstance(path, (str, os.PathLike)):
+        name = os.fspath(path)
+        if isinstance(name, str) and name:
+            return Path(name)
+    raise UsageError(
+        Code.USAGE, what, found=repr(path)[:80], expected="a string that is not empty, or a Path"
+    )
 
 
 def _json(directory: Path | None, name: str) -> Mapping[str, Any]:

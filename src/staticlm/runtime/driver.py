@@ -7,7 +7,9 @@ program.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -104,6 +106,24 @@ class Driver(Protocol):
     def description(self) -> str:
         """One line for `inspect` and `stats`: which bindings, of which version."""
         ...
+
+
+def check_threads(count: object) -> int:
+    """A size for the thread pool; ExecuTorch ends the process over one that cannot be made.
+
+    Raises:
+        RunnerError: Not an integer, below 1, or far more threads than this machine has processors.
+    """
+    most = max(64, 4 * (os.cpu_count() or 1))
+    whole = isinstance(count, Integral) and not isinstance(count, bool)
+    if not whole or not 1 <= int(count) <= most:  # type: ignore[call-overload]
+        raise RunnerError(
+            Code.USAGE,
+            "the number of threads",
+            found=repr(count)[:80],
+            expected=f"an integer from 1 to {most}",
+        )
+    return int(count)  # type: ignore[call-overload, no-any-return]
 
 
 def closed(what: str) -> RunnerError:

@@ -116,7 +116,8 @@ class Stream:
             self._pieces = self._run()
         begun, before = time.perf_counter(), self._prefill_seconds
         try:
-            piece = next(self._pieces)
+            with self.session.turn():
+                piece = next(self._pieces)
         except BaseException as error:
             # A finished text, an error, or an interrupt: in each case nothing more follows.
             self._count(begun, before)

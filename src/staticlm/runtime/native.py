@@ -18,7 +18,13 @@ from staticlm.errors import Code, ExecutionError, RunnerError
 from staticlm.runtime import libraries, requirements
 from staticlm.runtime.bindings import Bindings, logical, numpy_dtype, storage_shape
 from staticlm.runtime.buffers import Buffer, BufferAllocator, allocate, array_at, free
-from staticlm.runtime.driver import BoundMethod, Capabilities, LoadedProgram, closed
+from staticlm.runtime.driver import (
+    BoundMethod,
+    Capabilities,
+    LoadedProgram,
+    check_threads,
+    closed,
+)
 
 WEIGHT_CACHE = ("XnnpackBackend", "weight_cache_enabled")
 """The XNNPACK option that lets methods share packed weights; read when a method is loaded."""
@@ -88,11 +94,7 @@ class NativeDriver:
 
     def set_threads(self, count: int) -> None:
         """Size the process-wide thread pool of ExecuTorch's kernels. Not while a method runs."""
-        if count < 1:
-            raise RunnerError(
-                Code.BUFFER_INVALID, "a thread pool needs a thread", found=count, expected=">= 1"
-            )
-        if not self._lib.set_threads(count):
+        if not self._lib.set_threads(check_threads(count)):
             raise RunnerError(
                 Code.DRIVER_UNAVAILABLE,
                 "the thread pool cannot be resized",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from staticlm.runtime.artifact import Artifact, end_ids, open_artifact
 from staticlm.runtime.buffers import BufferAllocator
 from staticlm.runtime.chain import ChainAllocator
 from staticlm.runtime.chat import render_chat
+from staticlm.runtime.driver import check_threads
 from staticlm.runtime.drivers import get_driver
 from staticlm.runtime.generation import FinishReason, Generation, Request, Stream
 from staticlm.runtime.io_managers.exporter_record import merge_components
@@ -28,6 +30,9 @@ from staticlm.runtime.shared_program import SharedProgram
 from staticlm.runtime.speculation import Speculation, SpeculationStats, prove, verify_method
 from staticlm.runtime.stats import RunnerStats, resident_bytes
 from staticlm.runtime.text import StopStrings, Tokenizer, check_vocabulary
+
+_NO_PROMPT = (bytes, bytearray, memoryview, Mapping, Set)
+"""Iterables that would pass for token ids, or without an order, and are not meant so."""
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """A text, token ids, or chat messages with `role` and `content`."""
@@ -60,10 +65,8 @@ def load(
             `ArtifactError` and `RunnerError`.
     """
     begun = time.perf_counter()
-    if threads is not None and (
-        isinstance(threads, bool) or not isinstance(threads, int) or threads < 1
-    ):
-        raise UsageError(Code.USAGE, "the number of threads", found=threads, expected="1 or more")
+    if threads is not None:
+        threads = check_threads(threads)
     artifact = open_artifact(path, tokenizer)
     facts, sources = merge_components(artifact.program, read_program(artifact.program))
     label = select_label(facts, contract)
@@ -80,11 +83,21 @@ def _chain(allocator: str | Sequence[str] | BufferAllocator) -> ChainAllocator:
         return get_chain(allocator)
     if isinstance(allocator, BufferAllocator):
         return ChainAllocator([allocator])
+    if not isinstance(allocator, Sequence):
+        raise UsageError(
+            Code.USAGE,
+            "the allocator",
+            found=repr(allocator)[:80],
+            expected="a name, several names, or an allocator",
+        )
     return get_chain(*allocator)
 
 
 class Runner:
-    """Generates text with a program; made by `load`. Not for use by two threads at once."""
+    """Generates text with a program; made by `load`.
+
+    One thread at a time: another one is refused (`DRIVER_UNSAFE`) while a call is under way.
+    """
 
     def __init__(
         self,
@@ -146,15 +159,13 @@ class Runner:
                 tokenizer.special,
             )
             ids = tokenizer.encode(rendered, special=False)
-        elif isinstance(prompt, Iterable):
-            ids = list(prompt)  # type: ignore[arg-type]  # check_tokens says what is wrong
+        elif isinstance(prompt, Iterable) and not isinstance(prompt, _NO_PROMPT):
+            try:
+                ids = list(prompt)  # type: ignore[arg-type]  # check_tokens says what is wrong
+            except TypeError:  # an array without dimensions
+                raise _no_prompt(prompt) from None
         else:
-            raise UsageError(
-                Code.USAGE,
-                "the prompt",
-                found=type(prompt).__name__,
-                expected="a text, token ids, or chat messages",
-            )
+            raise _no_prompt(prompt)
         if not ids:
             raise RunnerError(
                 Code.TOKEN_INVALID, "the prompt is empty", expected="a token at least"
@@ -165,10 +176,11 @@ class Runner:
         self, prompt: Prompt, max_new_tokens: int | None = None, **options: Any
     ) -> Generation:
         """Generate a text; arguments and errors as `stream`, and no tokenizer needed for ids."""
-        stream = self._start(prompt, max_new_tokens, options, text_needed=False)
-        for _ in stream:
-            pass
-        return stream.generation
+        with self.session.turn():
+            stream = self._start(prompt, max_new_tokens, options, text_needed=False)
+            for _ in stream:
+                pass
+            return stream.generation
 
     def stream(self, prompt: Prompt, max_new_tokens: int | None = None, **options: Any) -> Stream:
         """Generate a text piece by piece.
@@ -192,13 +204,15 @@ class Runner:
             StaticLMError: Invalid options or tokens; no tokenizer; a broken or closed session; a
                 program that cannot speculate, see `speculation.verify_method` and `prove`.
         """
-        return self._start(prompt, max_new_tokens, options, text_needed=True)
+        with self.session.turn():
+            return self._start(prompt, max_new_tokens, options, text_needed=True)
 
     def reset(self) -> None:
         """Forget everything; mends a session that an execution error broke."""
-        self._drop_stream()
-        self.session.reset()
-        self._held = []
+        with self.session.turn():
+            self._drop_stream()
+            self.session.reset()
+            self._held = []
 
     def stats(self) -> RunnerStats:
         """Figures so far."""
@@ -226,8 +240,9 @@ class Runner:
 
     def close(self) -> None:
         """Free the caches, and the program with its last runner. Idempotent."""
-        self._drop_stream()
-        self.session.close()
+        with self.session.turn():
+            self._drop_stream()
+            self.session.close()
 
     def __enter__(self) -> Runner:
         return self
@@ -243,9 +258,10 @@ class Runner:
         text_needed: bool,
     ) -> Stream:
         options = dict(options)
-        stops = StopStrings(options.pop("stop", None) or ())
-        ignore_end = bool(options.pop("ignore_end", False))
-        reuse = bool(options.pop("reuse", False))
+        stop = options.pop("stop", None)
+        stops = StopStrings(() if stop is None else stop)
+        ignore_end = _switch("ignore_end", options)
+        reuse = _switch("reuse", options)
         verifying = self._verifying(options)
         sampler = make_sampler(_sampling(options))
         if text_needed or stops.any:
@@ -311,10 +327,11 @@ class Runner:
         if wanted is None:
             check_capacity(capacity, 0, prompt + 1)
             return capacity - prompt, FinishReason.CAPACITY
-        if isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 1:
+        if isinstance(wanted, bool) or not isinstance(wanted, Integral) or wanted < 1:
             raise UsageError(
                 Code.USAGE, "max_new_tokens", found=repr(wanted), expected="an integer, 1 or more"
             )
+        wanted = int(wanted)
         if prompt < capacity < prompt + wanted:
             raise CapacityError(
                 Code.CAPACITY_EXCEEDED,
@@ -399,6 +416,23 @@ def _tokenizer(artifact: Artifact, contract: Contract) -> Tokenizer | None:
         tokenizer, contract.vocab_size, needed, artifact.manifest.get("tokenizer_size")
     )
     return tokenizer
+
+
+def _no_prompt(prompt: object) -> UsageError:
+    return UsageError(
+        Code.USAGE,
+        "the prompt",
+        found=type(prompt).__name__,
+        expected="a text, token ids, or chat messages",
+    )
+
+
+def _switch(name: str, options: dict[str, Any]) -> bool:
+    """A switch taken out of the options; only a bool, since "no" is true in Python."""
+    value = options.pop(name, False)
+    if not isinstance(value, bool):
+        raise UsageError(Code.USAGE, name, found=repr(value)[:80], expected="True or False")
+    return value
 
 
 def _sampling(options: dict[str, Any]) -> SamplingOptions:

@@ -33,7 +33,7 @@ class SamplingOptions:
         top_p: Keep the fewest tokens whose probabilities reach this sum, in (0, 1].
         min_p: Drop tokens less probable than this fraction of the most probable one, in [0, 1].
         repetition_penalty: Divides positive and multiplies negative logits of tokens that occurred
-            in the prompt or the text; 1 is without effect. Applies to greedy choice too.
+            in the prompt or the text, 0.01 to 100; 1 is without effect. Applies to greedy choice too.
         seed: Makes the choice repeatable; None draws a new seed.
 
     Raises:
@@ -51,19 +51,26 @@ class SamplingOptions:
         _real("temperature", self.temperature, "0 or more", lambda v: v >= 0)
         _real("top_p", self.top_p, "more than 0 and at most 1", lambda v: 0 < v <= 1)
         _real("min_p", self.min_p, "0 to 1", lambda v: 0 <= v <= 1)
-        _real("repetition_penalty", self.repetition_penalty, "more than 0", lambda v: v > 0)
+        # Beyond this a penalty leaves float32, and what is infinite has no order.
+        _real("repetition_penalty", self.repetition_penalty, "0.01 to 100", _in_penalty)
         _whole("top_k", self.top_k)
         if self.seed is not None:
             _whole("seed", self.seed)
 
 
 def make_sampler(options: SamplingOptions) -> Sampler:
-    """A sampler for the options, in the order penalty, temperature, top-k, top-p, min-p, draw."""
+    """A sampler for the options, in the order penalty, temperature, top-k, top-p, min-p, draw.
+
+    The sampler raises `RunnerError` (`EXECUTION_FAILED`) for logits that have no largest number.
+    """
     penalty = float(options.repetition_penalty)
     if options.temperature == 0:
 
         def greedy(logits: Logits, tokens: Sequence[int]) -> int:
-            return int(np.argmax(penalised(logits, tokens, penalty)))
+            scores = penalised(logits, tokens, penalty)
+            best = int(np.argmax(scores))
+            _check_finite(scores[best])
+            return best
 
         return greedy
     filters: list[Filter] = []
@@ -78,8 +85,11 @@ def make_sampler(options: SamplingOptions) -> Sampler:
 
     def draw(logits: Logits, tokens: Sequence[int]) -> int:
         scores = penalised(logits, tokens, penalty).astype(np.float64)
+        best = scores.max()
+        _check_finite(best)
         # Shifted first: a tiny temperature then drives the others to -inf, not the best to +inf.
-        scores = (scores - scores.max()) / temperature
+        with np.errstate(over="ignore"):
+            scores = (scores - best) / temperature
         for each in filters:
             scores = each(scores)
         cumulative = np.cumsum(softmax(scores))
@@ -141,6 +151,22 @@ def _only(scores: npt.NDArray[np.float64], kept: npt.NDArray[np.intp]) -> npt.ND
     out: npt.NDArray[np.float64] = np.full_like(scores, -np.inf)
     out[kept] = scores[kept]
     return out
+
+
+def _check_finite(best: np.floating[Any]) -> None:
+    # NaN wins every maximum: one look suffices.
+    if not math.isfinite(best):
+        raise RunnerError(
+            Code.EXECUTION_FAILED,
+            "the program computed logits that choose no token",
+            found=f"a largest logit of {best}",
+            expected="a finite number",
+            remedy="Export the model again with --dtype float32, or check its weights.",
+        )
+
+
+def _in_penalty(value: float) -> bool:
+    return 0.01 <= value <= 100
 
 
 def _real(name: str, value: object, wanted: str, fits: Callable[[float], bool]) -> None:

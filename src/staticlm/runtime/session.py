@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from numbers import Integral
 
 import numpy as np
@@ -33,6 +35,7 @@ class Session:
         self._position = 0
         self._written = 0
         self._broken: str | None = None
+        self._turn = threading.RLock()
         self._closed = False
 
     @property
@@ -59,6 +62,25 @@ class Session:
     def usable(self) -> bool:
         """Whether it is neither closed nor broken."""
         return not self._closed and self._broken is None
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Keep other threads out of several calls that belong together.
+
+        Raises:
+            RunnerError: `DRIVER_UNSAFE` when another thread has its turn; nothing was done.
+        """
+        if not self._turn.acquire(blocking=False):
+            raise RunnerError(
+                Code.DRIVER_UNSAFE,
+                "this runner is in use by another thread",
+                expected="one thread at a time",
+                remedy="Give every thread a runner of its own: runner.sibling() shares the weights.",
+            )
+        try:
+            yield
+        finally:
+            self._turn.release()
 
     def plan(self, count: int) -> Plan:
         """The calls that would take `count` more tokens; raises `CapacityError`."""

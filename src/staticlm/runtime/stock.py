@@ -30,7 +30,13 @@ from staticlm.errors import Code, ExecutionError, RunnerError
 from staticlm.runtime import libraries, requirements
 from staticlm.runtime.bindings import Bindings, logical, numpy_dtype, storage_shape
 from staticlm.runtime.buffers import Buffer, BufferAllocator, array_at
-from staticlm.runtime.driver import BoundMethod, Capabilities, LoadedProgram, closed
+from staticlm.runtime.driver import (
+    BoundMethod,
+    Capabilities,
+    LoadedProgram,
+    check_threads,
+    closed,
+)
 
 _KERNEL_MODULES = ("executorch.kernels.quantized", libraries.CUSTOM_KERNELS)
 """Modules that register further kernels when they are imported."""
@@ -93,11 +99,7 @@ class StockDriver:
 
     def set_threads(self, count: int) -> None:
         """Size the process-wide thread pool of ExecuTorch's kernels. Not while a method runs."""
-        if count < 1:
-            raise RunnerError(
-                Code.BUFFER_INVALID, "a thread pool needs a thread", found=count, expected=">= 1"
-            )
-        self._lib._unsafe_reset_threadpool(count)
+        self._lib._unsafe_reset_threadpool(check_threads(count))
 
     @property
     def threads(self) -> int:

@@ -62,7 +62,21 @@ class Tokenizer:
         return found
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Token ids of a text; `special` adds what belongs around one (a begin token)."""
+        """Token ids of a text; `special` adds what belongs around one (a begin token).
+
+        Raises:
+            UsageError: The text holds what UTF-8 cannot, such as undecoded bytes.
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise UsageError(
+                Code.USAGE,
+                "the prompt is not Unicode text",
+                found=f"{text[error.start]!r} at character {error.start}",
+                expected="text without lone surrogates",
+                remedy="Check the encoding of the input.",
+            ) from None
         ids: list[int] = self._fast.encode(text, add_special_tokens=special).ids
         return ids
 
@@ -152,6 +166,10 @@ class StopStrings:
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
+        if not isinstance(stops, (str, Sequence)):
+            raise UsageError(
+                Code.USAGE, "stop", found=repr(stops)[:80], expected="a string or several"
+            )
         self._stops = (stops,) if isinstance(stops, str) else tuple(stops)
         for stop in self._stops:
             if not isinstance(stop, str) or not stop:
