@@ -36,7 +36,7 @@ else
 endif
 
 test: setup
-	STATICLM_REQUIRE_NATIVE=$(REQUIRE_NATIVE) $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile
+	STATICLM_REQUIRE_NATIVE=$(REQUIRE_NATIVE) $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 
 lint: setup
 	$(BIN)/ruff check src tests

@@ -23,6 +23,15 @@ SOURCES = ("contract", "export", "lowering", "build.py", "demo.py")
 
 CLI = Callable[..., subprocess.CompletedProcess[str]]
 
+LONGEST = ("test_whole_path", "test_model_table", "test_speculation", "test_kit", "test_exported")
+"""Modules to start with, so that no process is left with a long one at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Longest modules first; the order is otherwise kept."""
+    place = {name: index for index, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
 
 @pytest.fixture(scope="session")
 def cli() -> CLI:
