@@ -183,15 +183,18 @@ class _Clock:
 
 def _check_output(output: Path, overwrite: bool) -> None:
     if not os.path.lexists(output):
-        above = next(one for one in (output.absolute().parents) if os.path.exists(one))
-        if not output.name or not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        above = next(one for one in output.absolute().parents if os.path.exists(one))
+        try:
+            # Only trying tells: of permissions, read-only file systems and long names alike.
+            os.rmdir(tempfile.mkdtemp(prefix=_partial(output), dir=above))
+        except OSError as error:
             raise ExportError(
                 Code.EXPORT_FAILED,
                 f"{output} cannot be made",
-                found=f"{above}, which is {'not writable' if above.is_dir() else 'a file'}",
-                expected="a directory that can be written to",
+                found=f"{error.strerror} in {above}",
+                expected="a name that is free in a directory that can be written to",
                 remedy="Choose another output path.",
-            )
+            ) from None
         return
     ours = output.is_dir() and ((output / "export.json").is_file() or not any(output.iterdir()))
     if not ours:
@@ -210,6 +213,10 @@ def _check_output(output: Path, overwrite: bool) -> None:
         )
 
 
+def _partial(output: Path) -> str:
+    return f".{output.name}.partial-"
+
+
 @contextmanager
 def _staged(output: Path, overwrite: bool) -> Iterator[Path]:
     """A directory beside `output` that becomes it when all went well, and vanishes otherwise."""
@@ -219,7 +226,7 @@ def _staged(output: Path, overwrite: bool) -> Iterator[Path]:
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         # A name of its own: process numbers come again, and a killed export leaves its directory.
-        work = Path(tempfile.mkdtemp(prefix=f".{output.name}.partial-", dir=output.parent))
+        work = Path(tempfile.mkdtemp(prefix=_partial(output), dir=output.parent))
         staging, aside = work / "new", work / "old"
         staging.mkdir()
         yield staging

@@ -80,13 +80,14 @@ def test_export_overwrites_nothing_that_is_not_an_artifact(
     assert (tmp_path / "out" / "thesis.txt").read_text() == "precious"
 
 
-@pytest.mark.parametrize("output", ["{tmp}/file/out", "{tmp}/file/deeper/out"])
+@pytest.mark.parametrize("output", ["file/out", "file/deeper/out", "x" * 250])
 def test_export_refuses_an_output_that_cannot_be_made(
     cli_here: CLI, model: Path, tmp_path: Path, output: str
 ) -> None:
     (tmp_path / "file").write_text("precious")
-    done = cli_here("export", model, "-o", output.format(tmp=tmp_path), "--context-length", 32)
-    assert f"{tmp_path}/file, which is a file" in refused(done, Code.EXPORT_FAILED)
+    done = cli_here("export", model, "-o", tmp_path / output, "--context-length", 32)
+    assert f"in {tmp_path}" in refused(done, Code.EXPORT_FAILED)
+    assert [one.name for one in tmp_path.iterdir()] == ["file"]
     assert "load" not in done.stderr.splitlines()
 
 
