@@ -110,6 +110,7 @@ def validate(
     Raises:
         StaticLMError: The artifact or the reference cannot be used, or they do not fit each other.
     """
+    _check_options(greedy_tokens, max_stepwise, seed, tolerance)
     from staticlm.export.source import load_source
 
     with load(artifact, driver=driver) as runner:
@@ -135,6 +136,25 @@ def validate(
         progress("greedy")
         count, equal, margin = _greedy(runner, source, tokens, greedy_tokens)
     return Validation(tuple(cases), count, equal, margin, limit, repeat)
+
+
+def _check_options(
+    greedy_tokens: object, max_stepwise: object, seed: object, tolerance: float | None
+) -> None:
+    """Refuse numbers with which nothing would be compared, or everything would pass."""
+    for name, value, low in (
+        ("greedy_tokens", greedy_tokens, 1),
+        ("max_stepwise", max_stepwise, 0),
+        ("seed", seed, 0),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            raise UsageError(
+                Code.USAGE, name, found=repr(value)[:80], expected=f"an integer, {low} or more"
+            )
+    if tolerance is not None and not 0 <= tolerance < np.inf:
+        raise UsageError(
+            Code.USAGE, "tolerance", found=tolerance, expected="a finite number, 0 or more"
+        )
 
 
 def plan_lengths(contract: Contract) -> list[tuple[str, int]]:

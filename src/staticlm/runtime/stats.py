@@ -45,7 +45,8 @@ class RunnerStats:
     execute_seconds: float
     calls: dict[str, int]
     states: str
-    buffers: tuple[BufferStats, ...]
+    # Hundreds of lines in a large model: not part of what `print` shows.
+    buffers: tuple[BufferStats, ...] = field(repr=False)
     resident_bytes: int | None
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
 
