@@ -154,3 +154,11 @@ def test_a_directory_that_is_no_artifact(cli_here: CLI, tmp_path: Path) -> None:
 
 def test_a_process_exits_with_2_and_no_traceback(cli: CLI, tmp_path: Path) -> None:
     refused(cli("generate", tmp_path / "absent", "--prompt", "x"), Code.PROGRAM_NOT_FOUND)
+
+
+def test_a_process_says_nothing_but_what_would_be_made(cli: CLI, model: Path) -> None:
+    """Libraries that talk while they are imported are silent; only a new process imports them."""
+    done = cli("export", model, "--dry-run", "--context-length", 32, "--prefill-length", 8)
+    assert done.returncode == 0
+    assert done.stderr == ""
+    assert "method prefill: 8 tokens per call" in done.stdout

@@ -93,10 +93,13 @@ def run(
         quantize=quantize,
         quantize_embedding=quantize_embedding,
     )
-    from staticlm.build import export_model
     from staticlm.cli.quiet import quiet_libraries
-    from staticlm.lowering.explain import outside_delegates
-    from staticlm.lowering.options import parse_assignments, read_option_file
+
+    # Some libraries talk while they are imported.
+    with quiet_libraries():
+        from staticlm.build import export_model
+        from staticlm.lowering.explain import outside_delegates
+        from staticlm.lowering.options import parse_assignments, read_option_file
 
     tables = read_option_file(backend_options_file) if backend_options_file else {}
     chosen: dict[str, object] = {
@@ -105,9 +108,9 @@ def run(
     chosen.update(parse_assignments(backend_option or []))
     console = Console(stderr=True)
     if dry_run:
-        from staticlm.export.dryrun import plan_export
-
         with quiet_libraries():
+            from staticlm.export.dryrun import plan_export
+
             planned = plan_export(model, options, backend=backend, backend_options=chosen)
         _print_plan(planned, as_json)
         return
