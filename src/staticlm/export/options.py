@@ -92,4 +92,4 @@ def _invalid(what: str, found: object, expected: object) -> ExportError:
 
 def _integer(name: str, value: object, low: int = 1) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**31:
-        raise _invalid(name, value, f"an integer of at least {low}")
+        raise _invalid(name, value, f"an integer from {low} to {2**31 - 1}")
