@@ -268,7 +268,7 @@ VARIANTS: tuple[Variant, ...] = (
     Variant("program-vocab", "C4.7", _S, _other_vocab),
     Variant("program-dtype", "C4.7", _S, _layout(_half_caches)),
     Variant("program-shape", "C4.7", _S, lambda e: e.retype_input("decode", 2, [2, 4, 24])),
-    Variant("program-inputs", "C4.7", _S, lambda e: e.drop_input("decode", 5)),
+    Variant("program-inputs", "C4.7", _S, lambda e: e.repeat_input("decode", 5)),
     Variant("cache-planned", "C4.8", _S, lambda e: e.plan_input("decode", 2)),
     Variant("cache-int8", "C5.1", _C, _cache(0, dtype="int8")),
     Variant("layout-without-slots", "C5.2", _C, _cache(0, layout="heads,rows,width")),

@@ -57,9 +57,10 @@ class Editor:
         """Change the shape of an input, its bytes staying what they were."""
         self._tensor(method, index).sizes = sizes
 
-    def drop_input(self, method: str, index: int) -> None:
-        """Take an input out of a method's signature."""
-        del self._plan(method).inputs[index]
+    def repeat_input(self, method: str, index: int) -> None:
+        """Append an input to a method's signature that is one of the others once more."""
+        inputs = self._plan(method).inputs
+        inputs.append(inputs[index])
 
     def _plan(self, name: str) -> Any:
         return next(plan for plan in self._plans if plan.name == name)
