@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 VERSIONS = ("2025.4.",)
 """Releases whose runtime loads what the delegate of ExecuTorch 1.5 compiles, and does not crash."""
 
-CACHE_WRITE = "aten.index_put.default"
+CACHE_WRITE = frozenset(("aten.index_put.default", "aten.copy.default"))
 """Left to the CPU: inside the delegate a cache write comes back as a copy of the whole cache."""
 
 
@@ -74,15 +74,16 @@ class OpenVINO(Backend):
             )
 
     def partitioners(self, method: str, options: Mapping[str, Any]) -> list[OpenvinoPartitioner]:
-        """One `OpenvinoPartitioner`."""
+        """One `OpenvinoPartitioner` that leaves out what it was told to."""
         self.available()
-        from executorch.backends.openvino.partitioner import OpenvinoPartitioner
         from executorch.exir.backend.compile_spec_schema import CompileSpec
 
+        from staticlm.lowering.openvino import SkippingPartitioner
+
         routed = self.route(options)
-        skip = set(routed["partitioner"]["op_types_to_skip"]) | {CACHE_WRITE}
+        skip = set(routed["partitioner"]["op_types_to_skip"]) | CACHE_WRITE
         return [
-            OpenvinoPartitioner(
+            SkippingPartitioner(
                 [CompileSpec("device", routed["spec"]["device"].encode())],
                 op_types_to_skip=skip,
                 op_names_to_skip=set(routed["partitioner"]["op_names_to_skip"]),

@@ -1,0 +1,47 @@
+"""A partitioner for OpenVINO that leaves out what it was told to leave out.
+
+ExecuTorch's own looks at the operators to skip only after it took every operator that OpenVINO supports,
+so that nothing supported can be skipped. Importing this module needs openvino and nncf.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from executorch.backends.openvino.partitioner import OpenvinoOperatorsSupport, OpenvinoPartitioner
+from executorch.exir.backend.partitioner import PartitionResult
+from executorch.exir.backend.utils import tag_constant_data
+from torch.export import ExportedProgram
+from torch.fx import Node
+from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
+
+
+class _Support(OpenvinoOperatorsSupport):  # type: ignore[misc]
+    def is_node_supported(self, submodules: Any, node: Node) -> bool:
+        name = getattr(node.target, "__name__", str(node.target))
+        if name in self._op_types_to_skip or node.name in self._op_names_to_skip:
+            return False
+        return bool(super().is_node_supported(submodules, node))
+
+
+class SkippingPartitioner(OpenvinoPartitioner):  # type: ignore[misc]
+    """Takes `op_types_to_skip` and `op_names_to_skip` at their word."""
+
+    def partition(self, exported_program: ExportedProgram) -> PartitionResult:
+        """Tag what OpenVINO is to run."""
+        module = exported_program.graph_module
+        self.capture_nncf_patterns(module)
+        support = _Support(
+            self._op_types_to_skip, self._op_names_to_skip, self._enabled_ops_by_name
+        )
+        partitions = CapabilityBasedPartitioner(
+            module, support, allows_single_node_partition=True
+        ).propose_partitions()
+        tags = {}
+        for partition in partitions:
+            tag = f"tag{partition.id}"
+            tags[tag] = self.delegation_spec
+            for node in partition.nodes:
+                node.meta["delegation_tag"] = tag
+        tag_constant_data(exported_program)
+        return PartitionResult(tagged_exported_program=exported_program, partition_tags=tags)
