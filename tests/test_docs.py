@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -66,6 +67,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = (path / "config.json").read_text(encoding="utf-8")
     write_texts(path)
     (path / "config.json").write_text(config, encoding="utf-8")
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (path / "tokenizer_config.json").write_text(json.dumps(kind), encoding="utf-8")
     return path
 
 
