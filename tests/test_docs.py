@@ -1,4 +1,4 @@
-"""The documents say what the code does: tables are generated, commands are run."""
+"""The documents say what the code does: tables are generated, links and command names are checked."""
 
 from __future__ import annotations
 
