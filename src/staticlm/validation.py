@@ -166,6 +166,8 @@ def plan_lengths(contract: Contract) -> list[tuple[str, int]]:
         label = "chunk" if method is contract.prefills[0] else f"chunk {c}"
         wanted += [(f"{label}-1", c - 1), (label, c), (f"{label}+1", c + 1)]
         wanted.append((f"three times {label}+2", 3 * c + 2))
+    for m in sorted({m.max_start for m in contract.methods if m.max_start}):
+        wanted += [(f"prefix {m}", m), (f"prefix {m}+2", m + 2)]
     windows = {c.window for c in contract.caches if c.kind is CacheKind.SLIDING and c.window}
     for w in sorted(windows):
         wanted += [(f"window {w}-1", w - 1), (f"window {w}", w), (f"window {w}+1", w + 1)]

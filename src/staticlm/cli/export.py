@@ -30,6 +30,13 @@ def run(
         list[int] | None,
         typer.Option(help="Tokens per prefill call; repeat for several methods.  [default: 128]"),
     ] = None,
+    prefix: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Add methods that read only so many leading cache slots; repeat for several. "
+            "0 adds prefill for the beginning of a text."
+        ),
+    ] = None,
     verify_length: Annotated[
         int | None,
         typer.Option(help="Add a method with all rows of logits, for speculative decoding."),
@@ -92,6 +99,7 @@ def run(
         verify_length=verify_length,
         quantize=quantize,
         quantize_embedding=quantize_embedding,
+        prefixes=tuple(prefix or ()),
     )
     from staticlm.cli.quiet import quiet_libraries
 

@@ -72,20 +72,23 @@ def _check_methods(contract: Contract) -> None:
     if len(set(names)) != len(names):
         raise _error(Code.LAYOUT_INVALID, "method names", names, "distinct names")
     decodes = [m for m in contract.methods if m.role is MethodRole.DECODE]
-    if len(decodes) != 1 or decodes[0].step != 1:
+    if not decodes or any(m.step != 1 for m in decodes):
         raise _error(
             Code.LAYOUT_INVALID,
             "decode methods",
             [(m.name, m.step) for m in decodes],
-            "exactly one, with step 1",
+            "at least one, all with step 1",
         )
-    for role in (MethodRole.PREFILL, MethodRole.VERIFY):
-        steps = [m.step for m in contract.methods if m.role is role]
-        if len(set(steps)) != len(steps):
-            raise _error(
-                Code.LAYOUT_INVALID, f"steps of the {role.value} methods", steps, "distinct steps"
-            )
+    for role in MethodRole:
+        _check_alternatives(role, [m for m in contract.methods if m.role is role])
     for method in contract.methods:
+        if method.max_start is not None and method.max_start >= contract.max_context_len:
+            raise _error(
+                Code.LAYOUT_INVALID,
+                f"max_start of method {method.name!r}",
+                method.max_start,
+                f"less than the capacity {contract.max_context_len}",
+            )
         if method.step > contract.max_context_len:
             raise _error(
                 Code.METADATA_INVALID,
@@ -96,6 +99,19 @@ def _check_methods(contract: Contract) -> None:
         if method.role is MethodRole.VERIFY and method.logits_rows is not LogitsRows.ALL:
             raise _error(
                 Code.LAYOUT_INVALID, f"logits rows of verify method {method.name!r}", "last", "all"
+            )
+
+
+def _check_alternatives(role: MethodRole, methods: Sequence[Method]) -> None:
+    """Of each step one method for any position, and others that differ in how far they go."""
+    for step in sorted({m.step for m in methods}):
+        found = [m.max_start for m in methods if m.step == step]
+        if found.count(None) != 1 or len(set(found)) != len(found):
+            raise _error(
+                Code.LAYOUT_INVALID,
+                f"max_start of the {role.value} methods of step {step}",
+                found,
+                "exactly one without, the others distinct",
             )
 
 

@@ -166,6 +166,8 @@ class Method:
         attention: The attention mode it was exported with. Information only, but for the prefix
             `stepwise-` of a verify method: its rows take the sums that decode takes.
         backend: The backend it was lowered to (information only).
+        max_start: The largest start position that it may be called with: it reads only the slots of
+            positions below that. None where any position will do.
     """
 
     name: str
@@ -176,6 +178,7 @@ class Method:
     outputs: tuple[Slot, ...]
     attention: str = ""
     backend: str = ""
+    max_start: int | None = None
 
     def input(self, role: Role) -> Slot | None:
         """The one input with a role, or None."""
@@ -196,8 +199,9 @@ class Contract:
         version: Contract version.
         max_context_len: Capacity in tokens; positions run from 0 to this minus 1.
         vocab_size: Width of the logits; token ids run from 0 to this minus 1.
-        methods: The fixed methods. Exactly one decode method with step 1; any number of prefill
-            methods and of verify methods, each of distinct steps.
+        methods: The fixed methods. Decode methods have step 1. Any number of prefill and of verify
+            methods. Of each role and step exactly one may be called at any position; others with the
+            same step have distinct values of `max_start`.
         caches: All caches of all layers.
         bos_id: Begin-of-text token id, or None.
         eos_ids: All token ids that end a text, without duplicates.
@@ -216,14 +220,26 @@ class Contract:
 
     @property
     def decode(self) -> Method:
-        """The method that takes one token."""
-        return next(m for m in self.methods if m.role is MethodRole.DECODE)
+        """The method that takes one token at any position."""
+        return next(m for m in self.methods if m.role is MethodRole.DECODE and m.max_start is None)
 
     @property
     def prefills(self) -> tuple[Method, ...]:
-        """The prefill methods, longest step first."""
-        found = [m for m in self.methods if m.role is MethodRole.PREFILL]
+        """The prefill methods that may be called at any position, longest step first."""
+        found = [m for m in self.methods if m.role is MethodRole.PREFILL and m.max_start is None]
         return tuple(sorted(found, key=lambda m: -m.step))
+
+    def at(self, method: Method, start: int) -> Method:
+        """The method of the same role and step that reads least and may be called at a position."""
+        fitting = [
+            m
+            for m in self.methods
+            if m.role is method.role
+            and m.step == method.step
+            and m.max_start is not None
+            and start <= m.max_start
+        ]
+        return min(fitting, key=lambda m: m.max_start or 0, default=method)
 
     @property
     def max_seq_len(self) -> int:

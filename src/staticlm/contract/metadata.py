@@ -79,6 +79,7 @@ def layout(contract: Contract) -> dict[str, Any]:
                 "logits_rows": m.logits_rows.value,
                 "attention": m.attention,
                 "backend": m.backend,
+                **({} if m.max_start is None else {"max_start": m.max_start}),
                 "inputs": [_slot_out(s) for s in m.inputs],
                 "outputs": [_slot_out(s) for s in m.outputs],
             }
@@ -415,4 +416,5 @@ def _method(value: object, where: str) -> Method:
         outputs=tuple(_slot(s, f"{where}.outputs[{i}]") for i, s in enumerate(outputs)),
         attention=_note(body, "attention", where),
         backend=_note(body, "backend", where),
+        max_start=None if body.get("max_start") is None else _int(body, "max_start", where),
     )

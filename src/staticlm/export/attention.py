@@ -77,8 +77,9 @@ class Chunk:
     `[kv heads, slots, width]` by owning layer. `past_mask` (additive, `[1 or groups*step, slots]`) and
     `chunk_mask` (`[groups*step, step]`, None for one token) are functions of the layer and its group
     count. `start` is the position of the first row, `[1]`. `new` collects the owning layers' keys and
-    values `[kv heads, step, width]`. `landing`, of layer, groups and kv heads, is there when the rows
-    must compute what they would one by one.
+    values `[kv heads, step, width]`. Of the caches of an owning layer, the first `read` slots are read;
+    with none, a chunk attends to itself alone. `landing`, of layer, groups and kv heads, is there when
+    the rows must compute what they would one by one.
     """
 
     mode: str
@@ -86,6 +87,7 @@ class Chunk:
     owners: list[int]
     key_caches: dict[int, Tensor]
     value_caches: dict[int, Tensor]
+    read: dict[int, int]
     past_mask: Callable[[int, int], Tensor]
     chunk_mask: Callable[[int, int], Tensor | None]
     landing: Callable[[int, int, int], Landing] | None = None
@@ -209,7 +211,15 @@ def static_attention(
     if owner == layer:
         chunk.new[layer] = (new_key, new_value)
     sinks = None if s_aux is None else _sink_rows(s_aux, kv_heads, groups, step)
-    caches = chunk.key_caches[owner], chunk.value_caches[owner]
+    read = chunk.read[owner]
+    if read == 0:
+        out = _alone(rows, new_key, new_value, chunk.chunk_mask(layer, groups), softcap, sinks)
+        out = out.reshape(1, heads, step, value_width).transpose(1, 2)
+        return out.contiguous(), None
+    caches = (
+        first_slots(chunk.key_caches[owner], read),
+        first_slots(chunk.value_caches[owner], read),
+    )
     past_mask = chunk.past_mask(layer, groups)
     if chunk.landing is None:
         out = _MODES[chunk.mode](
@@ -235,6 +245,11 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
+def first_slots(cache: Tensor, count: int) -> Tensor:
+    """The first slots of `[kv heads, slots, width]`: the cache itself where that is all of them."""
+    return cache if count == cache.shape[1] else cache[:, :count]
+
+
 def _sink_rows(sinks: Tensor, kv_heads: int, groups: int, step: int) -> Tensor:
     rows = sinks.reshape(kv_heads, groups, 1).expand(kv_heads, groups, step)
     return rows.reshape(kv_heads, groups * step, 1)
@@ -248,6 +263,21 @@ def _softmax(scores: list[Tensor], sinks: Tensor | None) -> Tensor:
     parts = scores if sinks is None else [*scores, sinks.to(scores[0].dtype)]
     joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
     return torch.softmax(joined, dim=-1)
+
+
+def _alone(
+    rows: Tensor,
+    new_key: Tensor,
+    new_value: Tensor,
+    chunk_mask: Tensor | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """The chunk sees nothing before itself."""
+    own = _cap(torch.bmm(rows, new_key.transpose(1, 2)), softcap)
+    if chunk_mask is not None:
+        own = own + chunk_mask
+    return torch.bmm(_softmax([own], sinks)[:, :, : new_key.shape[1]], new_value)
 
 
 def _split(

@@ -27,13 +27,17 @@ STEPWISE = "stepwise-"
 
 @dataclass(frozen=True)
 class MethodPlan:
-    """A method to be exported. A verify method has decode's attention mode, prefixed `STEPWISE`."""
+    """A method to be exported. A verify method has decode's attention mode, prefixed `STEPWISE`.
+
+    A method with `max_start` reads only the slots of the positions before that.
+    """
 
     name: str
     role: MethodRole
     step: int
     logits_rows: LogitsRows
     attention: str
+    max_start: int | None = None
 
 
 def masked_value(dtype: torch.dtype) -> float:
@@ -78,12 +82,17 @@ class StaticDecoder(nn.Module):
         positions = start + rows
         mode = self.plan.attention.removeprefix(STEPWISE)
         stepwise = mode != self.plan.attention
+        limit = self.plan.max_start
+        read = {
+            layer: slots if limit is None else min(slots, limit)
+            for layer, slots in self._slots.items()
+        }
         masks = _Masks(
-            self.constants, self._dtype, step, start, positions, self.traits, self._slots, stepwise
+            self.constants, self._dtype, step, start, positions, self.traits, read, stepwise
         )
         owners = [layer.owner for layer in layers]
         landing = masks.landing if stepwise else None
-        chunk = Chunk(mode, start, owners, keys, values, masks.past, masks.chunk, landing)
+        chunk = Chunk(mode, start, owners, keys, values, read, masks.past, masks.chunk, landing)
         keep: int | Tensor = 0
         if length is not None and self.plan.logits_rows is LogitsRows.LAST:
             keep = length - 1
@@ -128,7 +137,7 @@ class _Masks:
         start: Tensor,
         positions: Tensor,
         traits: ModelTraits,
-        slots: dict[int, int],
+        read: dict[int, int],
         stepwise: bool,
     ) -> None:
         self._constants = constants
@@ -139,13 +148,14 @@ class _Masks:
         self._start = positions.reshape(-1, 1) if stepwise else start
         self._positions = positions
         self._layers = traits.layers
-        self._slots = slots
+        self._read = read
+        """How many slots are read of the caches of a layer that owns some."""
         self._made: dict[tuple[object, ...], Tensor] = {}
 
     def past(self, layer: int, groups: int) -> Tensor:
-        """`[1, slots]` where all rows see the same, else `[groups * step, slots]`."""
+        """`[1, slots]` where all rows see the same, else `[groups * step, slots]`; of slots read."""
         facts = self._layers[layer]
-        slots = self._slots[facts.owner]
+        slots = self._read[facts.owner]
         plain = facts.kind is CacheKind.FULL and facts.chunk is None and not self._stepwise
         repeat = 1 if plain or self._step == 1 else groups
         key = ("past", facts.window, facts.chunk, slots, repeat)
@@ -179,7 +189,7 @@ class _Masks:
 
     def landing(self, layer: int, groups: int, heads: int) -> Landing:
         """Where the rows land in the caches of a layer."""
-        step, slots = self._step, self._slots[self._layers[layer].owner]
+        step, slots = self._step, self._read[self._layers[layer].owner]
         key = ("landing", slots, heads)
         if key not in self._made:
             where = torch.remainder(self._positions, slots).reshape(-1, 1)

@@ -30,6 +30,9 @@ class ExportOptions:
         verify_length: Tokens per call of a verify method with all rows of logits; None for no method.
         quantize: `8da4w` (int4 weights in groups of 32) or `int8` (int8 weights per channel), both
             with int8 dynamic activations; None keeps linear weights as they are.
+        prefixes: Numbers of leading cache slots for which there are methods of their own, which read
+            no more than that: the cost of a step follows the text, not the capacity. 0 gives prefill
+            methods for the beginning of a text, which read no cache.
         quantize_embedding: Bits of the embedding table, 8 or 4; None keeps it as it is.
     """
 
@@ -42,6 +45,7 @@ class ExportOptions:
     verify_length: int | None = None
     quantize: str | None = None
     quantize_embedding: int | None = None
+    prefixes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _integer("--context-length", self.context_length)
@@ -63,6 +67,12 @@ class ExportOptions:
                 raise _invalid(
                     "--verify-length", self.verify_length, f"at most {self.context_length}"
                 )
+        for prefix in self.prefixes:
+            _integer("--prefix", prefix, low=0)
+            if prefix >= self.context_length:
+                raise _invalid("--prefix", prefix, f"less than {self.context_length}")
+        if len(set(self.prefixes)) != len(self.prefixes):
+            raise _invalid("--prefix", list(self.prefixes), "distinct numbers")
         for name, dtype in (("--dtype", self.dtype), ("--cache-dtype", self.cache_dtype)):
             if dtype is not None and dtype not in FLOAT_DTYPES:
                 raise _invalid(name, dtype, f"one of {', '.join(FLOAT_DTYPES)}")

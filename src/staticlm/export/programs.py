@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.export import ExportedProgram
@@ -30,6 +30,9 @@ from staticlm.export.selfcheck import check_against_source
 from staticlm.export.static_form import use_static_form
 from staticlm.export.traits import ModelTraits, inspect_model
 
+_PREFILL_PREFIX = 1024
+"""The shortest prefix, but for 0, that gets prefill methods."""
+
 _INT64_1 = TensorSpec("int64", (1,))
 
 
@@ -49,18 +52,20 @@ def plan_methods(options: ExportOptions, attention: Callable[[str], str]) -> tup
     for position, length in enumerate(lengths):
         name = "prefill" if position == 0 else f"prefill_{length}"
         plans.append(MethodPlan(name, MethodRole.PREFILL, length, options.logits, attention(name)))
+    decode = attention("decode")
     if options.verify_length is not None:
-        plans.append(
-            MethodPlan(
-                "verify",
-                MethodRole.VERIFY,
-                options.verify_length,
-                LogitsRows.ALL,
-                STEPWISE + attention("decode"),
-            )
-        )
-    plans.append(MethodPlan("decode", MethodRole.DECODE, 1, LogitsRows.LAST, attention("decode")))
-    return tuple(plans)
+        length, rows = options.verify_length, LogitsRows.ALL
+        plans.append(MethodPlan("verify", MethodRole.VERIFY, length, rows, STEPWISE + decode))
+    plans.append(MethodPlan("decode", MethodRole.DECODE, 1, LogitsRows.LAST, decode))
+    narrow = []
+    for plan in plans:
+        for prefix in sorted(options.prefixes):
+            prefill = plan.role is MethodRole.PREFILL
+            # Prefill is bound by arithmetic: a short prefix saves it little, an empty one all reading.
+            # One token at position 0 is not worth a method.
+            if prefix >= _PREFILL_PREFIX or prefill is (prefix == 0):
+                narrow.append(replace(plan, name=f"{plan.name}_to_{prefix}", max_start=prefix))
+    return (*plans, *narrow)
 
 
 def plan_caches(traits: ModelTraits, options: ExportOptions) -> tuple[Cache, ...]:
@@ -116,6 +121,7 @@ def plan_contract(
                 outputs=(logits,),
                 attention=plan.attention,
                 backend=(backends or {}).get(plan.name, ""),
+                max_start=plan.max_start,
             )
         )
     return Contract(

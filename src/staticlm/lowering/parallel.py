@@ -5,8 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Callable, Mapping
-from multiprocessing.connection import Connection
-from typing import TypeVar
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, TypeVar
 
 import torch
 
@@ -32,46 +33,56 @@ def available_bytes() -> int | None:
     return None
 
 
-def run_forked(tasks: Mapping[str, Callable[[], _T]]) -> dict[str, _T]:
-    """Run every task in a forked process, all at once, and give their results by name.
+def run_forked(tasks: Mapping[str, Callable[[], _T]], jobs: int) -> dict[str, _T]:
+    """Run every task in a forked process, `jobs` at a time, and give their results by name.
 
     The processes share this one's memory until they write to it, so that weights are not copied.
 
     Raises:
         LoweringError: A process ended without a result.
-        Exception: What the first task that failed raised.
+        Exception: What the first task that failed raised; tasks not begun by then are left.
     """
     context = multiprocessing.get_context("fork")
-    children = {}
-    for name, task in tasks.items():
-        receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_child, args=(task, sender), daemon=True)
-        process.start()
-        sender.close()
-        children[name] = (process, receiver)
+    waiting = list(tasks.items())
+    running: dict[Connection, tuple[str, BaseProcess]] = {}
     results: dict[str, _T] = {}
     failure: BaseException | None = None
-    for name, (process, receiver) in children.items():
-        try:
-            done, value = receiver.recv()
-        except EOFError:
-            process.join()
-            done = False
-            value = LoweringError(
-                Code.LOWERING_FAILED,
-                f"the process that lowers method {name!r}",
-                found=f"exit code {process.exitcode}",
-                expected="a lowered program",
-                remedy="It was ended, perhaps for want of memory; lower with jobs=1.",
-            )
-        process.join()
-        if done:
-            results[name] = value
-        else:
-            failure = failure or value
+    while running or (waiting and failure is None):
+        while waiting and failure is None and len(running) < jobs:
+            name, task = waiting.pop(0)
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=_child, args=(task, sender), daemon=True)
+            process.start()
+            sender.close()
+            running[receiver] = (name, process)
+        ready = wait(list(running))
+        for receiver in [one for one in running if one in ready]:
+            name, child = running.pop(receiver)
+            done, value = _result(name, child, receiver)
+            if done:
+                results[name] = value
+            else:
+                failure = failure or value
     if failure is not None:
         raise failure
     return results
+
+
+def _result(name: str, process: BaseProcess, receiver: Connection) -> tuple[bool, Any]:
+    try:
+        done, value = receiver.recv()
+    except EOFError:
+        process.join()
+        done = False
+        value = LoweringError(
+            Code.LOWERING_FAILED,
+            f"the process that lowers method {name!r}",
+            found=f"exit code {process.exitcode}",
+            expected="a lowered program",
+            remedy="It was ended, perhaps for want of memory; lower with jobs=1.",
+        )
+    process.join()
+    return done, value
 
 
 def _child(task: Callable[[], object], sender: Connection) -> None:

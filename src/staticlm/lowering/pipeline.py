@@ -62,8 +62,8 @@ def lower_to_file(
         partitioners: Partitioners of each method, in order.
         transform_passes: The caller's edge passes of each method.
         compile_configs: ExecuTorch's `EdgeCompileConfig` of a method, where it is not the default.
-        jobs: 1 lowers all methods in this process, more in a process each; None chooses by their
-            size, the processors and the memory here.
+        jobs: 1 lowers all methods in this process; more, each in a process of its own, so many at a
+            time. None chooses by their size, the processors and the memory here.
         progress: Told before every stage.
 
     Raises:
@@ -73,7 +73,8 @@ def lower_to_file(
     passes = transform_passes or {}
     configs = compile_configs or {}
     raw = path.with_name(path.name + ".raw")
-    forked = (jobs if jobs is not None else _choose_jobs(programs)) > 1 and len(programs) > 1
+    jobs = _choose_jobs(programs) if jobs is None else jobs
+    forked = jobs > 1 and len(programs) > 1
     groups = _groups(list(programs), configs, apart=forked)
     parts = [path.with_name(f"{path.name}.{number}.part") for number in range(len(groups))]
 
@@ -93,7 +94,7 @@ def lower_to_file(
     }
     try:
         progress("lower, a process for each method" if forked else "lower")
-        done = run_forked(tasks) if forked else {name: task() for name, task in tasks.items()}
+        done = run_forked(tasks, jobs) if forked else {name: task() for name, task in tasks.items()}
         progress("write")
         merge_programs(parts, raw)
         saved = share_identical_segments(raw, path)
@@ -130,8 +131,8 @@ def _choose_jobs(programs: Mapping[str, ExportedProgram]) -> int:
         for program in programs.values()
         for tensor in program.state_dict.values()
     }
-    needed = _BYTES_PER_WEIGHT_BYTE * sum(weights.values()) * len(programs)
-    return min(processors, len(programs)) if needed < free else 1
+    needed = _BYTES_PER_WEIGHT_BYTE * int(sum(weights.values()))
+    return max(1, min(processors, len(programs), free // max(1, needed)))
 
 
 def _lower_group(

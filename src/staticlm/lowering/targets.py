@@ -42,7 +42,7 @@ def resolve_targets(
 
     Args:
         spec: A backend name, or `prefill=NAME,decode=NAME`; `prefill` covers all prefill methods and
-            the verify method unless they are named themselves.
+            `decode` the verify method, unless they are named themselves.
         options: Backend options by name; with several backends, `BACKEND.name`.
         methods: Tokens per call of every method to lower, by name.
         attention: `auto`, or a mode that the backend must support.
@@ -111,8 +111,9 @@ def _assign(spec: str, methods: Sequence[str]) -> dict[str, str]:
     assigned = {}
     for method in methods:
         # A verify method must compute what decode computes; prefill methods are alike.
-        like = {"decode": "", "verify": "decode"}.get(method, "prefill")
-        chosen = given.get(method) or given.get(like)
+        plain = method.partition("_to_")[0]
+        like = {"decode": "decode", "verify": "decode"}.get(plain, "prefill")
+        chosen = given.get(method) or given.get(plain) or given.get(like)
         if chosen is None:
             raise LoweringError(
                 Code.USAGE,

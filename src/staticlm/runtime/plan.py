@@ -53,7 +53,7 @@ class Plan:
         return sum(call.padding for call in self.calls)
 
 
-def plan(contract: Contract, position: int, count: int) -> Plan:
+def plan(contract: Contract, position: int, count: int, narrow: bool = True) -> Plan:
     """Plan the calls that take `count` tokens from `position` on.
 
     Padding rows are written to the caches like real ones, so a call of step N at start p needs
@@ -66,6 +66,7 @@ def plan(contract: Contract, position: int, count: int) -> Plan:
         contract: Capacity and steps of the program. Verify methods are not used.
         position: Tokens accepted so far.
         count: Tokens to take.
+        narrow: Use the methods that read only the beginning of the caches where they will do.
 
     Raises:
         CapacityError: `position + count` is beyond the capacity of the program.
@@ -80,11 +81,14 @@ def plan(contract: Contract, position: int, count: int) -> Plan:
     check_capacity(capacity, position, count)
     if count == 0:
         return Plan(position, ())
-    names = {method.step: method.name for method in contract.prefills}
-    names[1] = contract.decode.name
-    fitting = [step for step in names if position + step <= capacity]
-    steps = _choose(fitting, count)
-    return Plan(position, _place(steps, names, position, count, capacity))
+    methods = {method.step: method for method in contract.prefills}
+    methods[1] = contract.decode
+    fitting = [step for step in methods if position + step <= capacity]
+    calls = []
+    for start, valid, step in _place(_choose(fitting, count), position, count, capacity):
+        method = contract.at(methods[step], start) if narrow else methods[step]
+        calls.append(Call(method.name, start, valid, step))
+    return Plan(position, tuple(calls))
 
 
 def check_capacity(capacity: int, position: int, count: int) -> None:
@@ -133,20 +137,20 @@ def _choose(fitting: list[int], count: int) -> list[int]:
 
 
 def _place(
-    steps: list[int], names: dict[int, str], position: int, count: int, capacity: int
-) -> tuple[Call, ...]:
-    """Give each call as many tokens as it holds, but start every later one while it still fits."""
+    steps: list[int], position: int, count: int, capacity: int
+) -> list[tuple[int, int, int]]:
+    """Start, tokens and step of each call: as many as it holds, but every later one still fits."""
     end = position + count
     latest = [0] * len(steps)
     bound = end
     for index in reversed(range(len(steps))):
         bound = min(capacity - steps[index], bound - 1)
         latest[index] = bound
-    calls: list[Call] = []
+    placed = []
     start = position
     for index, step in enumerate(steps):
         stop = latest[index + 1] if index + 1 < len(steps) else end
         valid = min(step, stop - start)
-        calls.append(Call(names[step], start, valid, step))
+        placed.append((start, valid, step))
         start += valid
-    return tuple(calls)
+    return placed

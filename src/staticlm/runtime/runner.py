@@ -126,9 +126,11 @@ class Runner:
         self._figures = [0, 0.0, 0, 0.0]
         self._speculation = SpeculationStats()
         self._proved: dict[str, tuple[float, dict[str, int]]] = {}
-        self.session = Session(manager)
+        # Where every method packs weights of its own, one for each stretch of text is too many.
+        shares = program.driver.capabilities.shares_weights
+        self.session = Session(manager, narrow=shares)
         try:
-            if program.driver.capabilities.shares_weights:
+            if shares:
                 for method in self.contract.methods:
                     manager.prepare(method.name)
         except BaseException:

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from numbers import Integral
 
 import numpy as np
@@ -27,11 +28,18 @@ class Session:
     leaves it usable at the position it had reached. Not for use by two threads at once.
     """
 
-    def __init__(self, manager: IOManager) -> None:
-        """Open the manager: this allocates the caches. The session closes it."""
+    def __init__(self, manager: IOManager, narrow: bool = True) -> None:
+        """Open the manager: this allocates the caches. The session closes it.
+
+        Args:
+            manager: Runs the calls.
+            narrow: Use methods that read only the beginning of the caches where they will do.
+        """
         self._closed = True
+        self._narrow = narrow
         manager.open()
         self._manager = manager
+        self._contract = manager.contract
         self._position = 0
         self._written = 0
         self._broken: str | None = None
@@ -40,8 +48,8 @@ class Session:
 
     @property
     def contract(self) -> Contract:
-        """The contract of the program."""
-        return self._manager.contract
+        """The contract of the program, or what `only` leaves of it."""
+        return self._contract
 
     @property
     def position(self) -> int:
@@ -84,12 +92,14 @@ class Session:
 
     def plan(self, count: int) -> Plan:
         """The calls that would take `count` more tokens; raises `CapacityError`."""
-        return plan(self.contract, self._position, count)
+        return plan(self.contract, self._position, count, self._narrow)
 
     def prepare(self, count: int = 1) -> None:
         """Load the methods that `count` more tokens need, and decode."""
         self.check_usable()
-        for name in {call.method for call in self.plan(count).calls} | {self.contract.decode.name}:
+        planned = self.plan(count)
+        names = {call.method for call in planned.calls}
+        for name in names | {self._at(self.contract.decode, planned.final_position).name}:
             self._manager.prepare(name)
 
     def prefill(
@@ -163,6 +173,7 @@ class Session:
                 expected=f"at most {method.step}",
             )
         check_capacity(self.capacity, self._position, method.step)
+        method = self._at(method, self._position)
         end = max(self._written, self._position + method.step)
         if not self._manager.can_rollback(end, self._position):
             raise RunnerError(
@@ -172,6 +183,31 @@ class Session:
             )
         call = Call(method.name, self._position, len(ids), method.step)
         return self._run(call, ids, all_rows=True)
+
+    @property
+    def verify_limit(self) -> int:
+        """The position before which all rows of a verify call that starts here must be.
+
+        They compute what decode computes; at positions from this one on, another method decodes.
+        """
+        found = self._at(self.contract.decode, self._position).max_start
+        return self.capacity if found is None else found
+
+    @contextmanager
+    def only(self, max_start: int | None) -> Iterator[None]:
+        """Use the methods with this `max_start` alone while it lasts, at positions that they allow."""
+        before = self._contract
+        methods = tuple(
+            replace(m, max_start=None) for m in before.methods if m.max_start == max_start
+        )
+        self._contract = replace(before, methods=methods)
+        try:
+            yield
+        finally:
+            self._contract = before
+
+    def _at(self, method: Method, start: int) -> Method:
+        return self.contract.at(method, start) if self._narrow else method
 
     def rollback(self, position: int) -> bool:
         """Forget the tokens from `position` on, if the caches still hold all it sees.

@@ -11,7 +11,7 @@ is rejection sampling, so the distribution is kept too, and with a seed even the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -143,7 +143,7 @@ class Speculation:
     def _run(self, token: int) -> Logits:
         session, step = self._session, self._method.step
         guesses: list[int] = []
-        if session.position + step <= session.capacity:
+        if session.position + step <= session.verify_limit:
             guesses = self._lookup.draft(self._count)
         if not guesses:
             self.stats += SpeculationStats(decode_calls=1)
@@ -193,7 +193,8 @@ def verify_method(contract: Contract, way: str, draft_tokens: int | None) -> tup
             expected=f"{STEPWISE} attention and the logits of all rows",
             remedy=export_again,
         )
-    method = max(fitting, key=lambda m: m.step)
+    method = max((m for m in fitting if m.max_start is None), key=lambda m: m.step)
+    _check_alternatives(contract, method)
     if draft_tokens is None:
         draft_tokens = method.step - 1
     whole = isinstance(draft_tokens, int) and not isinstance(draft_tokens, bool)
@@ -218,19 +219,52 @@ def verify_method(contract: Contract, way: str, draft_tokens: int | None) -> tup
     return method, draft_tokens
 
 
-def prove(session: Session, method: Method) -> None:
-    """Compare the rows of the verify method with decode steps, bit for bit, on this machine.
+def _check_alternatives(contract: Contract, method: Method) -> None:
+    """Wherever a verify method reads less of the caches, decode must read as little, and conversely."""
+    verify, decode = (
+        sorted(
+            m.max_start
+            for m in contract.methods
+            if m.role is role and m.step == step and m.max_start is not None
+        )
+        for role, step in ((MethodRole.VERIFY, method.step), (MethodRole.DECODE, 1))
+    )
+    if verify != decode:
+        raise RunnerError(
+            Code.PROGRAM_UNSUPPORTED,
+            f"methods like {method.name!r} and like decode read different parts of the caches",
+            found=f"max_start {verify} and {decode}",
+            expected="the same, or texts could differ",
+            remedy="Do without speculation.",
+        )
 
-    Which kernels run is chosen by the processor, so this is not known when a model is exported. The
-    tokens are fixed; full and padded calls are compared, on an empty and on a filled cache. The
-    session is empty afterwards.
+
+def prove(session: Session, method: Method) -> None:
+    """`prove_one` for the verify method and those that take its place at early positions.
 
     Raises:
         RunnerError: `PROGRAM_UNSUPPORTED` when one bit differs.
     """
+    for one in session.contract.methods:
+        if one.role is MethodRole.VERIFY and one.step == method.step:
+            with session.only(one.max_start):
+                prove_one(session, replace(one, max_start=None), one.max_start)
+
+
+def prove_one(session: Session, method: Method, limit: int | None = None) -> None:
+    """Compare the rows of the verify method with decode steps, bit for bit, on this machine.
+
+    Which kernels run is chosen by the processor, so this is not known when a model is exported. The
+    tokens are fixed; full and padded calls are compared, on an empty and on a filled cache. The
+    session is empty afterwards. `limit` is the position before which all rows must be.
+
+    Raises:
+        RunnerError: `PROGRAM_UNSUPPORTED` when one bit differs.
+    """
+    end = session.capacity if limit is None else limit
     session.reset()
     try:
-        room = min(2 * method.step + 1, session.capacity)
+        room = min(2 * method.step + 1, end)
         if room < method.step:
             return
         rng = np.random.default_rng(7)
@@ -241,7 +275,7 @@ def prove(session: Session, method: Method) -> None:
         # A padded call first, so that the later ones stand on rows that a verify call wrote.
         for count in (max(1, method.step // 2), method.step, room):
             count = min(count, room - taken)
-            if count < 1 or count > method.step or taken + method.step > session.capacity:
+            if count < 1 or count > method.step or taken + method.step > end:
                 break
             rows = session.verify(method, ids[taken : taken + count])
             _compare(method, rows, wanted[taken : taken + count])
