@@ -97,7 +97,7 @@ def read(module):
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise Refusal(LAYOUT, f"get_io_layout: {error!r}") from None
     must(max(m["step"] for m in methods) == longest, INVALID, "get_max_seq_len")  # C2.3
-    check_methods(methods)
+    check_methods(methods, capacity)
     check_caches(caches, capacity, longest)
     for method in methods:
         check_slots(method, caches, vocab)
@@ -117,6 +117,7 @@ def parse(body):
         must(method["role"] in ("prefill", "decode", "verify"), LAYOUT, "role")
         must(method["logits_rows"] in ("last", "all"), LAYOUT, "logits_rows")
         must(whole(method["step"], 1), LAYOUT, "step")
+        must(method.get("max_start") is None or whole(method["max_start"]), LAYOUT, "max_start")
     for cache in caches:
         must(cache["kind"] in ("full", "sliding"), LAYOUT, "kind")
         must(cache["part"] in ("key", "value") and whole(cache["layer"]), LAYOUT, "layer or part")
@@ -131,14 +132,17 @@ def parse(body):
     return methods, caches
 
 
-def check_methods(methods):
+def check_methods(methods, capacity):
     names = [m["name"] for m in methods]
     must(len(set(names)) == len(names), LAYOUT, "names")  # C3.2
-    must([m["step"] for m in methods if m["role"] == "decode"] == [1], LAYOUT, "decode")
-    for role in ("prefill", "verify"):
-        steps = [m["step"] for m in methods if m["role"] == role]
-        must(len(set(steps)) == len(steps), LAYOUT, f"steps of {role}")  # C3.3
+    must({m["step"] for m in methods if m["role"] == "decode"} == {1}, LAYOUT, "decode")
+    for role in ("prefill", "decode", "verify"):
+        for step in {m["step"] for m in methods if m["role"] == role}:
+            limits = [m.get("max_start") for m in methods if (m["role"], m["step"]) == (role, step)]
+            good = limits.count(None) == 1 and len(set(limits)) == len(limits)
+            must(good, LAYOUT, f"{role} of step {step}")  # C3.2, C3.3, C3.6
     for method in methods:
+        must((method.get("max_start") or 0) < capacity, LAYOUT, "max_start")  # C3.6
         must(method["role"] != "verify" or method["logits_rows"] == "all", LAYOUT, "verify")  # C3.5
 
 
@@ -220,7 +224,8 @@ class Session:
 
     def plan(self, count):
         """C6.4 to C6.6: `(method, start, valid)`, the least step that holds the rest if any does."""
-        by_step = {m["step"]: m for m in self.contract["methods"] if m["role"] != "verify"}
+        usable = [m for m in self.contract["methods"] if m["role"] != "verify"]
+        by_step = {m["step"]: m for m in usable if m.get("max_start") is None}  # C3.6: may ignore
         calls, at, end = [], self.position, self.position + count
         while at < end:
             fitting = sorted(s for s in by_step if at + s <= self.contract["capacity"])

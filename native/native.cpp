@@ -21,9 +21,17 @@
 #include <executorch/runtime/platform/platform.h>
 #include <executorch/runtime/platform/runtime.h>
 
+#include <chrono>
+#include <condition_variable>
 #include <cstdio>
 #include <cstring>
+#include <filesystem>
 #include <mutex>
+#include <thread>
+
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -115,11 +123,72 @@ std::string slot_name(const char* direction, size_t index) {
 
 // ---- program --------------------------------------------------------------------------------
 
+// While it lives, drops pages of a mapped file from this process's memory again and again.
+//
+// Packing reads each weight of the file once, but a delegate keeps all of them mapped until the last
+// is packed: the file and its packed copy would both be resident. A page that is needed again is read
+// again, from the system's cache. Only pages that nobody can have written to are dropped.
+class Trimmer {
+ public:
+  explicit Trimmer(std::string file) : path(std::move(file)) {
+#ifdef __linux__
+    worker = std::thread([this] { run(); });
+#endif
+  }
+  Trimmer(const Trimmer&) = delete;
+  Trimmer& operator=(const Trimmer&) = delete;
+  ~Trimmer() {
+    if (!worker.joinable()) return;
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      done = true;
+    }
+    wake.notify_one();
+    worker.join();
+  }
+
+ private:
+#ifdef __linux__
+  static constexpr auto kInterval = std::chrono::milliseconds(5);
+  static constexpr size_t kSmall = 1 << 20;
+
+  void run() {
+    std::unique_lock<std::mutex> lock(mutex);
+    while (!wake.wait_for(lock, kInterval, [this] { return done; })) trim();
+  }
+
+  void trim() const {
+    std::FILE* maps = std::fopen("/proc/self/maps", "r");
+    if (!maps) return;
+    char line[4400];
+    while (std::fgets(line, sizeof line, maps)) {
+      unsigned long begin = 0, end = 0;
+      char access[5] = "";
+      int name = 0;
+      if (std::sscanf(line, "%lx-%lx %4s %*s %*s %*s %n", &begin, &end, access, &name) < 3) continue;
+      line[std::strcspn(line, "\n")] = 0;
+      if (access[1] == '-' && end - begin >= kSmall && name && path == line + name)
+        madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);
+    }
+    std::fclose(maps);
+  }
+#endif
+
+  std::string path;
+  std::thread worker;
+  std::mutex mutex;
+  std::condition_variable wake;
+  bool done = false;
+};
+
 struct Program {
+  std::string path;  // as the system names it
   std::unique_ptr<MmapDataLoader> loader;  // outlives `program`
   std::unique_ptr<rt::Program> program;
 
-  explicit Program(const std::string& path) {
+  explicit Program(const std::string& file) {
+    std::error_code ignored;
+    path = std::filesystem::canonical(file, ignored).string();
     Collect scope;
     loader = std::make_unique<MmapDataLoader>(
         unwrap(MmapDataLoader::from(path.c_str(), MmapDataLoader::MlockConfig::NoMlock), "open"));
@@ -183,6 +252,7 @@ struct Method {
                                                  &temporary_memory);
     {
       nb::gil_scoped_release unlocked;  // packing weights may take seconds
+      Trimmer trimmer(program->path);
       method = std::make_unique<rt::Method>(
           unwrap(program->program->load_method(name.c_str(), memory.get()), "load_method"));
     }

@@ -18,13 +18,14 @@ from staticlm.contract import Contract
 from staticlm.contract.program import ProgramFacts
 from staticlm.errors import Code, ExportError, StaticLMError
 from staticlm.export.ids import end_ids, first_id
-from staticlm.export.options import ExportOptions
+from staticlm.export.options import ExportOptions, default_prefixes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from staticlm.export.source import Source
     from staticlm.lowering.passes import PassRecord
+    from staticlm.lowering.targets import Target
 
 PRODUCERS = ("transformers", "torch", "executorch")
 
@@ -81,24 +82,15 @@ def export_model(
         LoweringError: The backend cannot be used, or lowering failed. Nothing is written.
     """
     from staticlm.export.manifest import build_metadata
-    from staticlm.export.programs import export_programs, plan_methods
+    from staticlm.export.programs import export_programs
     from staticlm.export.quantize import check_scheme, quantize_model
     from staticlm.export.source import load_source
     from staticlm.lowering.pipeline import lower_to_file
-    from staticlm.lowering.targets import resolve_targets
 
     options = options or ExportOptions()
     output = Path(output)
     _check_output(output, overwrite)
-    steps = {plan.name: plan.step for plan in plan_methods(options, lambda method: "split")}
-    targets = resolve_targets(
-        backend,
-        backend_options or {},
-        steps,
-        attention=options.attention,
-        dtype=options.dtype,
-        cache_dtype=options.cache_dtype or options.dtype,
-    )
+    options, targets = settle(options, backend, backend_options or {})
     check_scheme(options, [target.label for target in targets.values()])
     clock = _Clock(progress)
     clock("load")
@@ -147,6 +139,36 @@ def export_model(
         records=lowered.records,
         metadata=metadata,
     )
+
+
+def settle(
+    options: ExportOptions, backend: str, backend_options: Mapping[str, Any]
+) -> tuple[ExportOptions, dict[str, Target]]:
+    """The backend of every method, and the options with what they leave open filled in.
+
+    Raises:
+        LoweringError: The backend specification, a backend or its options cannot be used.
+    """
+    from staticlm.export.programs import plan_methods
+    from staticlm.lowering.targets import resolve_targets
+
+    def targets(of: ExportOptions) -> dict[str, Target]:
+        return resolve_targets(
+            backend,
+            backend_options,
+            {plan.name: plan.step for plan in plan_methods(of, lambda method: "split")},
+            attention=of.attention,
+            dtype=of.dtype,
+            cache_dtype=of.cache_dtype or of.dtype,
+        )
+
+    found = targets(options)
+    if options.prefixes is not None:
+        return options, found
+    shared = all(target.backend.shares_weights for target in found.values())
+    prefixes = default_prefixes(options.context_length) if shared else ()
+    options = replace(options, prefixes=prefixes)
+    return options, targets(options)
 
 
 def producers() -> dict[str, str]:

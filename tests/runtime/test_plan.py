@@ -65,6 +65,26 @@ def test_every_token_once_within_capacity_in_the_fewest_calls(
 
 
 @settings(max_examples=300, deadline=None)
+@given(cases(), st.sets(st.integers(0, 25), max_size=3))
+def test_the_method_that_reads_least_takes_each_call(
+    case: tuple[Contract, tuple[int, ...], int, int], limits: set[int]
+) -> None:
+    facts, steps, position, count = case
+    prefixes = tuple(limit for limit in limits if limit < facts.max_context_len)
+    narrow = contract(facts.max_context_len, steps, prefixes=prefixes)
+    wide = plan(facts, position, count).calls
+    assert [c.method for c in plan(narrow, position, count, narrow=False).calls] == [
+        c.method for c in wide
+    ]
+    methods = {m.name: m for m in narrow.methods}
+    for call, like in zip(plan(narrow, position, count).calls, wide, strict=True):
+        assert (call.start, call.valid, call.step) == (like.start, like.valid, like.step)
+        least = min((limit for limit in prefixes if call.start <= limit), default=None)
+        assert methods[call.method].max_start == least
+        assert methods[call.method].role is methods[like.method].role
+
+
+@settings(max_examples=300, deadline=None)
 @given(cases())
 def test_no_padding_row_reaches_a_row_that_a_window_still_sees(
     case: tuple[Contract, tuple[int, ...], int, int],

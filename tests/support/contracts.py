@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from staticlm.contract import (
     LABEL,
     VERSION,
@@ -24,8 +26,12 @@ def contract(
     vocab: int = 64,
     window: int | None = None,
     rows: LogitsRows = LogitsRows.LAST,
+    prefixes: tuple[int, ...] = (),
 ) -> Contract:
-    """A consistent one-layer contract with a decode method and prefill methods of `steps`."""
+    """A consistent one-layer contract with a decode method and prefill methods of `steps`.
+
+    Each of them is there again for every `max_start` in `prefixes`.
+    """
     slots = capacity
     if window is not None:
         slots = min(capacity, window - 1 + max((1, *steps)))
@@ -34,6 +40,12 @@ def contract(
     caches = tuple(Cache(0, part, kind, window, spec) for part in (Part.KEY, Part.VALUE))
     methods = [_method("decode", MethodRole.DECODE, 1, vocab, spec, LogitsRows.LAST)]
     methods += [_method(f"prefill_{n}", MethodRole.PREFILL, n, vocab, spec, rows) for n in steps]
+    methods += [
+        replace(m, name=f"{m.name}_to_{limit}", max_start=limit)
+        for limit in prefixes
+        for m in tuple(methods)
+        if m.max_start is None
+    ]
     return Contract(LABEL, VERSION, capacity, vocab, tuple(methods), caches)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -33,11 +34,16 @@ class Static:
         return torch.randint(0, self.contract.vocab_size, size, generator=generator)
 
     def rows(self, tokens: torch.Tensor, counts: Sequence[int], pad: int = 0) -> torch.Tensor:
-        """float32 logits of every row: calls of `counts` tokens, then single tokens to the end."""
+        """float32 logits of every row: calls of `counts` tokens, then single tokens to the end.
+
+        Each call takes the method that reads least.
+        """
         prefill, decode = self.contract.prefills[0], self.contract.decode
-        chunks = [(prefill.name, count) for count in counts]
         rest = tokens.shape[1] - sum(counts)
-        chunks += [(decode.name, 1)] * rest
+        chunks, position = [], 0
+        for like, count in [*((prefill, n) for n in counts), *((decode, 1) for _ in range(rest))]:
+            chunks.append((self.contract.at(like, position).name, count))
+            position += count
         with torch.no_grad(), use_static_form(self.model):
             logits, rows = drive_methods(self.decoders, self.contract, tokens, chunks, pad)
         assert rows == list(range(tokens.shape[1]))
@@ -51,7 +57,7 @@ class Static:
 
 
 def static(
-    model: PreTrainedModel, capacity: int, chunk: int, mode: str = "split", **options: str
+    model: PreTrainedModel, capacity: int, chunk: int, mode: str = "split", **options: Any
 ) -> Static:
     """The methods of a model for a capacity and a prefill length."""
     chosen = ExportOptions(

@@ -34,7 +34,8 @@ def run(
         list[int] | None,
         typer.Option(
             help="Add methods that read only so many leading cache slots; repeat for several. "
-            "0 adds prefill for the beginning of a text."
+            "0 adds prefill for the beginning of a text; -1 alone adds none.  "
+            "[default: 0 and 256, 1024, ... up to a quarter of a context length from 1024 on]"
         ),
     ] = None,
     verify_length: Annotated[
@@ -99,7 +100,7 @@ def run(
         verify_length=verify_length,
         quantize=quantize,
         quantize_embedding=quantize_embedding,
-        prefixes=tuple(prefix or ()),
+        prefixes=None if prefix is None else () if prefix == [-1] else tuple(prefix),
     )
     from staticlm.cli.quiet import quiet_libraries
 
@@ -194,9 +195,10 @@ def _print_plan(planned: DryRun, as_json: bool) -> None:
     if planned.traits.rope_types:
         typer.echo(f"RoPE: {', '.join(planned.traits.rope_types)}")
     for method in contract.methods:
+        reads = "" if method.max_start is None else f", reads {method.max_start} slots"
         typer.echo(
-            f"method {method.name}: {method.step} tokens per call, {method.attention} attention, "
-            f"backend {method.backend}"
+            f"method {method.name}: {method.step} tokens per call{reads}, {method.attention} "
+            f"attention, backend {method.backend}"
         )
     typer.echo(f"caches: {contract.cache_bytes:,} bytes")
     typer.echo(f"program: about {planned.program_bytes:,} bytes of weights")

@@ -95,8 +95,19 @@ def _summary(found: dict[str, Any]) -> Table:
 def _methods(methods: list[dict[str, Any]]) -> Table:
     table = _table(
         "Methods",
-        *("name", "role", "step", "logits", "attention", "delegates", "calls", "outside", "arenas"),
-        right=(2, 6, 7, 8),
+        *(
+            "name",
+            "role",
+            "step",
+            "reads",
+            "logits",
+            "attention",
+            "delegates",
+            "calls",
+            "outside",
+            "arenas",
+        ),
+        right=(2, 3, 7, 8, 9),
     )
     for method in methods:
         delegates = ", ".join(
@@ -107,6 +118,7 @@ def _methods(methods: list[dict[str, Any]]) -> Table:
             escape(method["name"]),
             method["role"] or "-",
             str(method["step"] or "-"),
+            "all" if method["max_start"] is None else str(method["max_start"]),
             method["logits_rows"] or "-",
             escape(method["attention"] or "-"),
             delegates or "none",

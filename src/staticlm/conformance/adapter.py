@@ -203,10 +203,13 @@ class Adapter:
     def _caches(self, request: dict[str, Any]) -> dict[str, Any]:
         text = self._texts[request["session"]]
         found = []
-        decode = text.session.contract.decode
+        # Which methods are loaded by now is the runner's affair: any of them has every cache.
+        method = next(
+            m for m in text.session.contract.methods if (m.name, m.inputs[0].index) in text.bound
+        )
         for index, cache in enumerate(text.session.contract.caches):
-            slot = next(slot for slot in decode.inputs if slot.cache == index)
-            buffer = text.bound[decode.name, slot.index]
+            slot = next(slot for slot in method.inputs if slot.cache == index)
+            buffer = text.bound[method.name, slot.index]
             data = buffer.view(np.uint8, (cache.spec.nbytes,)).tobytes()
             found.append({"address": buffer.address, "data": base64.b64encode(data).decode()})
         return {"position": text.session.position, "caches": found}

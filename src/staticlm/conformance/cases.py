@@ -31,6 +31,10 @@ TOYS: dict[str, tuple[str, Toy]] = {
         "windows 1 and 22: the first sees only itself, the second's ring is the whole capacity",
         Toy(windows=(1, 22)),
     ),
+    "prefixes": (
+        "a full and a sliding layer; methods that read no slot, 4 and 13 of them",
+        Toy(windows=(None, 5), prefixes=(0, 4, 13)),
+    ),
     "all-rows": ("logits of all rows", Toy(windows=(5,), rows=LogitsRows.ALL)),
     "float16": (
         "float16 caches and logits",
@@ -192,6 +196,8 @@ CASES: tuple[Case, ...] = (
     Case("mixed-sessions", "mixed", ("C9.4",), _sessions()),
     Case("edges-chunks", "edges", ("C5.4", "C7.3", "C8.1"), takes(1, [6, 4, 1, 6, 1])),
     Case("edges-near-capacity", "edges", ("C6.4", "C8.1"), takes(4, [20, 3, 1])),
+    Case("prefixes-chunks", "prefixes", ("C3.6", "C7.3"), takes(1, [3, 1, 1, 6, 2, 1, 1, 6])),
+    Case("prefixes-stepwise", "prefixes", ("C3.6", "C8.1"), takes(3, [1] * 24)),
     Case("all-rows", "all-rows", ("C4.5", "C7.4"), takes(2, [6, 4, 1, 9], "all")),
     Case("all-rows-last", "all-rows", ("C4.5", "C7.4"), takes(2, [4, 3, 11])),
     Case("float16", "float16", ("C5.1", "C7.5"), takes(2, [6, 4, 1, 9])),

@@ -130,6 +130,17 @@ def _same_step(body: dict[str, Any]) -> None:
     body["methods"].append(dict(_method(body, "prefill_6"), name="prefill_b"))
 
 
+def _narrow(*limits: int) -> Callable[[dict[str, Any]], None]:
+    """Further decode methods, each with a `max_start`."""
+
+    def change(body: dict[str, Any]) -> None:
+        for number, limit in enumerate(limits):
+            entry = dict(_method(body, "decode"), name=f"decode_{number}", max_start=limit)
+            body["methods"].append(entry)
+
+    return change
+
+
 def _without_decode(body: dict[str, Any]) -> None:
     body["methods"].remove(_method(body, "decode"))
 
@@ -243,6 +254,11 @@ VARIANTS: tuple[Variant, ...] = (
     Variant("decode-absent", "C3.2", _L, _layout(_without_decode)),
     Variant("decode-twice", "C3.2", _L, _layout(_second_decode)),
     Variant("prefill-step-twice", "C3.3", _L, _layout(_same_step)),
+    Variant("max-start-text", "C2.6", _L, _set("prefill_3", "max_start", "6")),
+    Variant("max-start-negative", "C2.6", _L, _set("prefill_3", "max_start", -1)),
+    Variant("max-start-alone", "C3.6", _L, _set("prefill_3", "max_start", 6)),
+    Variant("max-start-capacity", "C3.6", _L, _layout(_narrow(24))),
+    Variant("max-start-twice", "C3.6", _L, _layout(_narrow(6, 6))),
     Variant("method-role-unknown", "C3.4", _L, _set("prefill_3", "role", "encode")),
     Variant("rows-unknown", "C3.4", _L, _set("prefill_3", "logits_rows", "first")),
     Variant("verify-last-row", "C3.5", _L, _set("prefill_3", "role", "verify")),

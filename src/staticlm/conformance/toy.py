@@ -45,6 +45,7 @@ class Toy:
         windows: One layer each: None for a full cache, a number for a sliding one.
         prefills: Steps of the prefill methods.
         verify: Step of a verify method, or None.
+        prefixes: Values of `max_start` for further prefill and decode methods.
         rows: Logits rows of the prefill methods.
         cache_dtype: Dtype of the caches.
         logits_dtype: Dtype of the logits.
@@ -60,6 +61,7 @@ class Toy:
     windows: tuple[int | None, ...] = (None, 5)
     prefills: tuple[int, ...] = (6,)
     verify: int | None = None
+    prefixes: tuple[int, ...] = ()
     rows: LogitsRows = LogitsRows.LAST
     cache_dtype: str = "float32"
     logits_dtype: str = "float32"
@@ -107,6 +109,12 @@ def toy_contract(toy: Toy, producers: Mapping[str, str]) -> Contract:
     if toy.shuffled:
         caches.reverse()
     methods = [_method(toy, caches, *step) for step in steps]
+    methods += [
+        _method(toy, caches, f"{name}_to_{prefix}", role, step, rows, prefix)
+        for name, role, step, rows in steps
+        for prefix in toy.prefixes
+        if prefix > 0 or role is MethodRole.PREFILL
+    ]
     return Contract(
         label=LABEL,
         version=VERSION,
@@ -121,7 +129,13 @@ def toy_contract(toy: Toy, producers: Mapping[str, str]) -> Contract:
 
 
 def _method(
-    toy: Toy, caches: list[Cache], name: str, role: MethodRole, step: int, rows: LogitsRows
+    toy: Toy,
+    caches: list[Cache],
+    name: str,
+    role: MethodRole,
+    step: int,
+    rows: LogitsRows,
+    max_start: int | None = None,
 ) -> Method:
     wanted: list[tuple[Role, TensorSpec, int | None]] = [
         (Role.TOKENS, TensorSpec("int64", (1, step)), None),
@@ -150,6 +164,7 @@ def _method(
         outputs=tuple(Slot(i, *one) for i, one in enumerate(results)),
         attention="split",
         backend="portable",
+        max_start=max_start,
     )
 
 
@@ -167,7 +182,7 @@ class _ToyMethod(nn.Module):
         for layer, window in enumerate(toy.windows):
             seen = (gap >= 0) if window is None else (gap >= 0) & (gap < window)
             self.register_buffer(f"chunk_{layer}", seen)
-        for slots in {cache.slots for cache in contract.caches}:
+        for slots in {self._read(cache.slots) for cache in contract.caches}:
             self.register_buffer(f"slots_{slots}", torch.arange(slots).reshape(1, -1))
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -197,12 +212,17 @@ class _ToyMethod(nn.Module):
             logits if slot.cache is None else states[slot.cache] for slot in self.method.outputs
         )
 
+    def _read(self, slots: int) -> int:
+        """How many slots the method reads of so many."""
+        limit = self.method.max_start
+        return slots if limit is None else min(slots, limit)
+
     def _past(self, index: int, caches: Mapping[int, Tensor]) -> Tensor:
         """float32 `[heads, slots, width]`."""
         past = caches[index].float()
         if self.contract.caches[index].layout.startswith("slots"):
             past = past.transpose(0, 1)
-        return past
+        return past[:, : self._read(past.shape[1])]
 
     def _layer(
         self, layer: int, x: Tensor, start: Tensor, positions: Tensor, keys: Tensor, values: Tensor

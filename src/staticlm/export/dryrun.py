@@ -92,17 +92,9 @@ def plan_export(
         ExportError: What an export would refuse.
         LoweringError: What lowering would refuse before it starts.
     """
-    from staticlm.lowering.targets import resolve_targets
+    from staticlm.build import settle
 
-    steps = {plan.name: plan.step for plan in plan_methods(options, lambda method: "split")}
-    targets = resolve_targets(
-        backend,
-        backend_options or {},
-        steps,
-        attention=options.attention,
-        dtype=options.dtype,
-        cache_dtype=options.cache_dtype or options.dtype,
-    )
+    options, targets = settle(options, backend, backend_options or {})
     check_scheme(options, [target.label for target in targets.values()])
     empty = model if isinstance(model, PreTrainedModel) else meta_source(model).model
     traits = inspect_model(empty, options.context_length)

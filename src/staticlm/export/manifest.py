@@ -48,6 +48,7 @@ def build_metadata(
             "attention": options.attention,
             "logits": options.logits.value,
             "verify_length": options.verify_length,
+            "prefixes": list(options.prefixes or ()),
             "quantize": options.quantize,
             "quantize_embedding": options.quantize_embedding,
             "backend": backend,

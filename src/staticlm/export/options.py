@@ -12,6 +12,8 @@ ATTENTION = ("auto", "split", "concat")
 QUANTIZE = ("8da4w", "int8")
 """Schemes for linear weights."""
 
+_WORTH_PREFIXES = 1024
+
 QUANTIZE_EMBEDDING = (8, 4)
 """Bits of a quantised embedding table."""
 
@@ -32,7 +34,8 @@ class ExportOptions:
             with int8 dynamic activations; None keeps linear weights as they are.
         prefixes: Numbers of leading cache slots for which there are methods of their own, which read
             no more than that: the cost of a step follows the text, not the capacity. 0 gives prefill
-            methods for the beginning of a text, which read no cache.
+            methods for the beginning of a text, which read no cache. None chooses by the capacity
+            (`default_prefixes`) where the backend lets methods share weights.
         quantize_embedding: Bits of the embedding table, 8 or 4; None keeps it as it is.
     """
 
@@ -45,7 +48,7 @@ class ExportOptions:
     verify_length: int | None = None
     quantize: str | None = None
     quantize_embedding: int | None = None
-    prefixes: tuple[int, ...] = ()
+    prefixes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         _integer("--context-length", self.context_length)
@@ -67,12 +70,13 @@ class ExportOptions:
                 raise _invalid(
                     "--verify-length", self.verify_length, f"at most {self.context_length}"
                 )
-        for prefix in self.prefixes:
+        prefixes = self.prefixes or ()
+        for prefix in prefixes:
             _integer("--prefix", prefix, low=0)
             if prefix >= self.context_length:
                 raise _invalid("--prefix", prefix, f"less than {self.context_length}")
-        if len(set(self.prefixes)) != len(self.prefixes):
-            raise _invalid("--prefix", list(self.prefixes), "distinct numbers")
+        if len(set(prefixes)) != len(prefixes):
+            raise _invalid("--prefix", list(prefixes), "distinct numbers")
         for name, dtype in (("--dtype", self.dtype), ("--cache-dtype", self.cache_dtype)):
             if dtype is not None and dtype not in FLOAT_DTYPES:
                 raise _invalid(name, dtype, f"one of {', '.join(FLOAT_DTYPES)}")
@@ -88,6 +92,21 @@ class ExportOptions:
     def longest_step(self) -> int:
         """Tokens per call of the longest method."""
         return max(*self.prefill_lengths, self.verify_length or 1)
+
+
+def default_prefixes(context_length: int) -> tuple[int, ...]:
+    """Prefixes worth methods of their own: 0, then 256 and its multiples by 4 up to a quarter.
+
+    Reading the beginning of a cache copies it, which costs about as much as reading twice as many
+    slots in place; beyond a quarter little is won. Below 1024 slots nothing is.
+    """
+    if context_length < _WORTH_PREFIXES:
+        return ()
+    found, prefix = [0], 256
+    while 4 * prefix <= context_length:
+        found.append(prefix)
+        prefix *= 4
+    return tuple(found)
 
 
 def _invalid(what: str, found: object, expected: object) -> ExportError:

@@ -59,7 +59,7 @@ def plan_methods(options: ExportOptions, attention: Callable[[str], str]) -> tup
     plans.append(MethodPlan("decode", MethodRole.DECODE, 1, LogitsRows.LAST, decode))
     narrow = []
     for plan in plans:
-        for prefix in sorted(options.prefixes):
+        for prefix in sorted(options.prefixes or ()):
             prefill = plan.role is MethodRole.PREFILL
             # Prefill is bound by arithmetic: a short prefix saves it little, an empty one all reading.
             # One token at position 0 is not worth a method.

@@ -90,6 +90,7 @@ class HfStaticConfig(ExportConfigMixin):  # type: ignore[misc]
     attention: str = "auto"
     logits: str = "all"
     verify_length: int | None = None
+    prefixes: list[int] | None = None
     quantize: str | None = None
     quantize_embedding: int | None = None
     backend: str = "xnnpack"
@@ -123,6 +124,7 @@ class HfStaticConfig(ExportConfigMixin):  # type: ignore[misc]
             attention=self.attention,
             logits=LogitsRows(self.logits),
             verify_length=self.verify_length,
+            prefixes=None if self.prefixes is None else tuple(self.prefixes),
             quantize=self.quantize,
             quantize_embedding=self.quantize_embedding,
         )

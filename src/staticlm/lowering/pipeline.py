@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from executorch.exir import EdgeProgramManager, ExecutorchBackendConfig
 from executorch.exir.passes import MemoryPlanningPass
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from staticlm.contract import Contract
 from staticlm.contract.check import check_contract
@@ -127,12 +128,22 @@ def _choose_jobs(programs: Mapping[str, ExportedProgram]) -> int:
     if nodes < _WORTH_FORKING or processors < 2 or free is None or not can_fork():
         return 1
     weights = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        plain.untyped_storage().data_ptr(): plain.untyped_storage().nbytes()
         for program in programs.values()
         for tensor in program.state_dict.values()
+        for plain in _plain_tensors(tensor)
     }
-    needed = _BYTES_PER_WEIGHT_BYTE * int(sum(weights.values()))
+    needed = _BYTES_PER_WEIGHT_BYTE * sum(weights.values())
     return max(1, min(processors, len(programs), free // max(1, needed)))
+
+
+def _plain_tensors(tensor: Any) -> Iterator[torch.Tensor]:
+    """The tensors that hold the bytes: a quantised one is made of several."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _plain_tensors(getattr(tensor, name))
 
 
 def _lower_group(

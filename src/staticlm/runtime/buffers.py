@@ -41,6 +41,8 @@ class Buffer:
         freed: Set by `free`: no new views, no new bindings.
         name: How another process finds the memory, where it can.
         tally: Where it is counted while it lives.
+        zeroed: Nothing but zeros when it was made, and no memory taken for them yet where the system
+            gives it on first use.
     """
 
     address: int
@@ -53,6 +55,7 @@ class Buffer:
     freed: bool = False
     name: str | None = None
     tally: Tally | None = field(default=None, repr=False)
+    zeroed: bool = False
     _views: int = field(default=0, init=False, repr=False)
     _released: bool = field(default=False, init=False, repr=False)
 

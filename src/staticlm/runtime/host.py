@@ -25,7 +25,7 @@ class HostAllocator:
             return None
         first = ctypes.addressof(ctypes.c_char.from_buffer(pages))
         address = -(-first // alignment) * alignment
-        return Buffer(address, nbytes, alignment, self, "host", keep=pages)
+        return Buffer(address, nbytes, alignment, self, "host", keep=pages, zeroed=True)
 
     def bind(self, buffer: Buffer, method: str, direction: Direction, index: int) -> None:
         """Nothing to do: every backend can read the heap."""

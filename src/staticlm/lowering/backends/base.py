@@ -40,6 +40,9 @@ class Backend:
     cache_dtypes: ClassVar[tuple[str, ...]] = ("float32",)
     """Cache dtypes that it takes; the caches are the caller's, so always float ones."""
 
+    shares_weights: ClassVar[bool] = False
+    """Whether a further method over the same weights makes a program hardly larger."""
+
     runs_on_host: ClassVar[bool] = False
     """Whether the stock runtime of this machine can execute what it makes."""
 

@@ -21,6 +21,7 @@ class Portable(Backend):
     dtypes = ("float32", "float16", "bfloat16")
     cache_dtypes = ("float32", "float16", "bfloat16")
     runs_on_host = True
+    shares_weights = True
 
     def partitioners(self, method: str, options: Mapping[str, Any]) -> list[Partitioner]:
         """None."""

@@ -25,6 +25,7 @@ class Xnnpack(Backend):
     dtypes = ("float32", "float16", "bfloat16")
     cache_dtypes = ("float32", "float16", "bfloat16")
     runs_on_host = True
+    shares_weights = True
     options = OptionTable(
         "xnnpack",
         (

@@ -101,7 +101,7 @@ class HFStaticManager:
         try:
             for cache in self.contract.caches:
                 self._caches.append(allocate(self._allocator, cache.spec.nbytes))
-            self._clear()
+            self._clear(fresh=True)
             for method in self.contract.methods:
                 self._control[method.name] = {
                     slot.role: self._make_control(slot)
@@ -213,9 +213,11 @@ class HFStaticManager:
         for buffer in buffers:
             free(buffer)
 
-    def _clear(self) -> None:
+    def _clear(self, fresh: bool = False) -> None:
         for buffer in self._caches:
-            buffer.view(np.uint8, (buffer.nbytes,))[:] = 0
+            # Untouched pages take no memory yet.
+            if not (fresh and buffer.zeroed):
+                buffer.view(np.uint8, (buffer.nbytes,))[:] = 0
         self._dirty = False
 
     def _check_open(self, closed_only: bool = False) -> None:

@@ -189,8 +189,8 @@ class ReturnedStatesManager(HFStaticManager):
                 self._caches[at], self._others[at] = self._others[at], self._caches[at]
         self._parity += 1
 
-    def _clear(self) -> None:
-        super()._clear()
+    def _clear(self, fresh: bool = False) -> None:
+        super()._clear(fresh)
         for buffer in self._others:
             buffer.view(np.uint8, (buffer.nbytes,))[:] = 0
 
