@@ -26,6 +26,7 @@ from staticlm.lowering.parallel import available_bytes, can_fork, run_forked
 from staticlm.lowering.passes import PassRecord
 from staticlm.lowering.provenance import shared_provenance
 from staticlm.lowering.segments import share_identical_segments
+from staticlm.lowering.xnnpack_preprocess import sparing_passes
 
 _WORTH_FORKING = 2000
 """Nodes of all methods together from which processes of their own pay."""
@@ -154,7 +155,7 @@ def _lower_group(
     compile_config: Any,
     target: Path,
 ) -> tuple[PassRecord, ...]:
-    with shared_provenance():
+    with shared_provenance(), sparing_passes():
         lowered = lower(
             programs,
             partitioners=partitioners,
