@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import importlib.metadata
 import os
 import shutil
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from staticlm.export.source import Source
     from staticlm.lowering.passes import PassRecord
     from staticlm.lowering.targets import Target
+
+_ABANDONED_SECONDS = 6 * 3600
 
 PRODUCERS = ("transformers", "torch", "executorch")
 
@@ -104,6 +107,7 @@ def export_model(
         source.model,
         options,
         attention=lambda method: targets[method].attention,
+        attention_why=lambda method: targets[method].attention_why,
         bos_id=first_id(getattr(text_config, "bos_token_id", None)),
         eos_ids=end_ids(
             getattr(generation, "eos_token_id", None),
@@ -156,7 +160,13 @@ def settle(
         return resolve_targets(
             backend,
             backend_options,
-            {plan.name: plan.step for plan in plan_methods(of, lambda method: "split")},
+            {
+                plan.name: (
+                    plan.step,
+                    of.context_length if plan.max_start is None else plan.max_start,
+                )
+                for plan in plan_methods(of, lambda method: "split")
+            },
             attention=of.attention,
             dtype=of.dtype,
             cache_dtype=of.cache_dtype or of.dtype,
@@ -239,6 +249,25 @@ def _partial(output: Path) -> str:
     return f".{output.name}.partial-"
 
 
+def _sweep(output: Path) -> None:
+    """Remove what killed exports to the same place left behind.
+
+    Both must hold: the process is gone, and nothing was written for a long time. Other hosts may work
+    in the same directory, and their processes are not known here.
+    """
+    for left in output.parent.glob(glob.escape(_partial(output)) + "*"):
+        number = left.name.removeprefix(_partial(output)).partition("-")[0]
+        try:
+            latest = max(one.stat().st_mtime for one in (left, *left.rglob("*")))
+            if time.time() - latest < _ABANDONED_SECONDS or not number.isdecimal():
+                continue
+            os.kill(int(number), 0)
+        except ProcessLookupError:
+            shutil.rmtree(left, ignore_errors=True)
+        except (OSError, OverflowError):
+            continue
+
+
 @contextmanager
 def _staged(output: Path, overwrite: bool) -> Iterator[Path]:
     """A directory beside `output` that becomes it when all went well, and vanishes otherwise."""
@@ -247,8 +276,10 @@ def _staged(output: Path, overwrite: bool) -> Iterator[Path]:
     work: Path | None = None
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(output)
         # A name of its own: process numbers come again, and a killed export leaves its directory.
-        work = Path(tempfile.mkdtemp(prefix=_partial(output), dir=output.parent))
+        prefix = f"{_partial(output)}{os.getpid()}-"
+        work = Path(tempfile.mkdtemp(prefix=prefix, dir=output.parent))
         staging, aside = work / "new", work / "old"
         staging.mkdir()
         yield staging

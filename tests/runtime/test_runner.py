@@ -257,6 +257,30 @@ def test_a_tokenizer_of_another_vocabulary_is_refused_before_loading(
         assert part in str(caught.value)
 
 
+def test_another_tokenizer_of_the_same_size_is_refused_unless_it_was_named(
+    artifact: Path, tmp_path: Path
+) -> None:
+    from tests.support.toy_artifacts import byte_tokenizer
+
+    from staticlm.export.manifest import write_manifest
+
+    target = tmp_path / "a"
+    shutil.copytree(artifact, target)
+    write_manifest(target, {})
+    with staticlm.load(target) as runner:
+        ids = runner.encode("abc")
+    vocab = byte_tokenizer().get_vocab()
+    turned = {token: (index + 1) % 256 for token, index in vocab.items() if index < 256}
+    body = json.loads((target / "tokenizer.json").read_text())
+    body["model"]["vocab"] = turned
+    (target / "tokenizer.json").write_text(json.dumps(body))
+    with pytest.raises(ArtifactError) as caught:
+        staticlm.load(target)
+    assert caught.value.code is Code.TOKENIZER_MISMATCH
+    with staticlm.load(target, tokenizer=target) as runner:
+        assert runner.encode("abc") == [one + 1 for one in ids]
+
+
 @pytest.mark.parametrize(
     ("name", "body"),
     [

@@ -18,6 +18,8 @@ def print_tables(found: dict[str, Any], console: Console | None = None) -> None:
     console = console or Console(soft_wrap=False)
     console.print(f"{escape(found['path'])}  {size(found['bytes'])}", highlight=False)
     tables = [_summary(found), _methods(found["methods"])]
+    if any(method["attention_why"] for method in found["methods"]):
+        tables.append(_attention(found["methods"]))
     tables += [_slot_table(method) for method in found["methods"]]
     if found["caches"]:
         tables.append(_caches(found["caches"]))
@@ -126,6 +128,19 @@ def _methods(methods: list[dict[str, Any]]) -> Table:
             str(sum(method["operators"].values())),
             size(sum(method["arena_bytes"])),
         )
+    return table
+
+
+def _attention(methods: list[dict[str, Any]]) -> Table:
+    """Why each attention mode was chosen; methods of one reason share a line."""
+    table = _table("Attention", "methods", "mode", "chosen because")
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for method in methods:
+        if method["attention_why"]:
+            key = (method["attention"] or "-", method["attention_why"])
+            reasons.setdefault(key, []).append(method["name"])
+    for (mode, why), names in reasons.items():
+        table.add_row(escape(", ".join(names)), escape(mode), escape(why))
     return table
 
 

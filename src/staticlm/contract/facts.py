@@ -166,6 +166,7 @@ class Method:
         attention: The attention mode it was exported with. Information only, but for the prefix
             `stepwise-` of a verify method: its rows take the sums that decode takes.
         backend: The backend it was lowered to (information only).
+        attention_why: Why that attention mode (information only).
         max_start: The largest start position that it may be called with: it reads only the slots of
             positions below that. None where any position will do.
     """
@@ -179,6 +180,7 @@ class Method:
     attention: str = ""
     backend: str = ""
     max_start: int | None = None
+    attention_why: str = ""
 
     def input(self, role: Role) -> Slot | None:
         """The one input with a role, or None."""

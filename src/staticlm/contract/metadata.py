@@ -80,6 +80,7 @@ def layout(contract: Contract) -> dict[str, Any]:
                 "attention": m.attention,
                 "backend": m.backend,
                 **({} if m.max_start is None else {"max_start": m.max_start}),
+                **({"attention_why": m.attention_why} if m.attention_why else {}),
                 "inputs": [_slot_out(s) for s in m.inputs],
                 "outputs": [_slot_out(s) for s in m.outputs],
             }
@@ -416,5 +417,6 @@ def _method(value: object, where: str) -> Method:
         outputs=tuple(_slot(s, f"{where}.outputs[{i}]") for i, s in enumerate(outputs)),
         attention=_note(body, "attention", where),
         backend=_note(body, "backend", where),
+        attention_why=_note(body, "attention_why", where),
         max_start=None if body.get("max_start") is None else _int(body, "max_start", where),
     )

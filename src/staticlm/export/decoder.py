@@ -38,6 +38,7 @@ class MethodPlan:
     logits_rows: LogitsRows
     attention: str
     max_start: int | None = None
+    attention_why: str = ""
 
 
 def masked_value(dtype: torch.dtype) -> float:

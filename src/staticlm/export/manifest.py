@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,8 @@ def write_manifest(
         directory: The artifact directory.
         metadata: See `build_metadata`.
         tokenizer_size: Largest token id of the tokenizer plus one, by which a runner knows a wrong
-            tokenizer; None without a tokenizer.
+            tokenizer; None without a tokenizer. A `tokenizer.json` that is there already is recorded
+            by its hash.
     """
     manifest: dict[str, Any] = {
         "schema_version": SCHEMA,
@@ -95,5 +97,8 @@ def write_manifest(
     }
     if tokenizer_size is not None:
         manifest["tokenizer_size"] = tokenizer_size
+    tokenizer = directory / "tokenizer.json"
+    if tokenizer.is_file():
+        manifest["tokenizer_sha256"] = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
     text = json.dumps(manifest, indent=2) + "\n"
     (directory / "export.json").write_text(text, encoding="utf-8")

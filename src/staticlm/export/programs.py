@@ -64,8 +64,19 @@ def plan_methods(options: ExportOptions, attention: Callable[[str], str]) -> tup
             # Prefill is bound by arithmetic: a short prefix saves it little, an empty one all reading.
             # One token at position 0 is not worth a method.
             if prefix >= _PREFILL_PREFIX or prefill is (prefix == 0):
-                narrow.append(replace(plan, name=f"{plan.name}_to_{prefix}", max_start=prefix))
+                name = f"{plan.name}_to_{prefix}"
+                mode = attention(name)
+                if plan.role is MethodRole.VERIFY:
+                    mode = STEPWISE + attention(f"decode_to_{prefix}")
+                narrow.append(replace(plan, name=name, max_start=prefix, attention=mode))
     return (*plans, *narrow)
+
+
+def _chosen_for(plan: MethodPlan) -> str:
+    """The method whose attention mode a method has: a verify method has decode's."""
+    if plan.role is not MethodRole.VERIFY:
+        return plan.name
+    return "decode" if plan.max_start is None else f"decode_to_{plan.max_start}"
 
 
 def plan_caches(traits: ModelTraits, options: ExportOptions) -> tuple[Cache, ...]:
@@ -122,6 +133,7 @@ def plan_contract(
                 attention=plan.attention,
                 backend=(backends or {}).get(plan.name, ""),
                 max_start=plan.max_start,
+                attention_why=plan.attention_why,
             )
         )
     return Contract(
@@ -142,6 +154,7 @@ def export_programs(
     options: ExportOptions,
     *,
     attention: Callable[[str], str] = lambda method: "split",
+    attention_why: Callable[[str], str] = lambda method: "",
     bos_id: int | None = None,
     eos_ids: Sequence[int] = (),
     producers: dict[str, str] | None = None,
@@ -154,6 +167,7 @@ def export_programs(
         model: A causal language model in evaluation mode, in the computation dtype.
         options: Lengths, dtypes, logits rows.
         attention: Attention mode of a method, by its name.
+        attention_why: Why it was chosen, to be recorded.
         bos_id: Begin-of-text id to record.
         eos_ids: End ids to record.
         producers: Versions to record.
@@ -167,7 +181,10 @@ def export_programs(
     model.eval()
     progress("inspect")
     traits = inspect_model(model, options.context_length)
-    plans = plan_methods(options, attention)
+    plans = tuple(
+        replace(plan, attention_why=attention_why(_chosen_for(plan)))
+        for plan in plan_methods(options, attention)
+    )
     contract = plan_contract(
         traits,
         options,

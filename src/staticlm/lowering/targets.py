@@ -18,6 +18,7 @@ class Target:
         backend: The backend.
         label: What the contract records.
         attention: The attention mode chosen.
+        attention_why: Why, where it was chosen for the user; else empty.
         partitioners: Partitioners, in order.
         options: The backend's typed options.
     """
@@ -25,6 +26,7 @@ class Target:
     backend: Backend
     label: str
     attention: str
+    attention_why: str
     partitioners: Sequence[Any]
     options: Mapping[str, Any]
 
@@ -32,7 +34,7 @@ class Target:
 def resolve_targets(
     spec: str,
     options: Mapping[str, Any],
-    methods: Mapping[str, int],
+    methods: Mapping[str, tuple[int, int]],
     *,
     attention: str = "auto",
     dtype: str = "float32",
@@ -44,7 +46,7 @@ def resolve_targets(
         spec: A backend name, or `prefill=NAME,decode=NAME`; `prefill` covers all prefill methods and
             `decode` the verify method, unless they are named themselves.
         options: Backend options by name; with several backends, `BACKEND.name`.
-        methods: Tokens per call of every method to lower, by name.
+        methods: Tokens per call, and slots read of a full cache, of every method to lower, by name.
         attention: `auto`, or a mode that the backend must support.
         dtype: Computation dtype.
         cache_dtype: Dtype of the caches.
@@ -71,9 +73,11 @@ def resolve_targets(
                     remedy="Choose another --dtype or --backend.",
                 )
     targets = {}
-    for method, step in methods.items():
+    for method, (step, slots) in methods.items():
         backend = used[names[method]]
-        mode = backend.attention(method, step) if attention == "auto" else attention
+        mode, why = attention, ""
+        if attention == "auto":
+            mode, why = backend.attention(method, step, slots)
         if mode not in backend.attention_modes:
             raise LoweringError(
                 Code.EXPORT_OPTION_INVALID,
@@ -82,7 +86,8 @@ def resolve_targets(
                 expected=f"one of {', '.join(backend.attention_modes)}",
             )
         partitioners = backend.partitioners(method, routed[backend.name])
-        targets[method] = Target(backend, backend.name, mode, partitioners, routed[backend.name])
+        options_of = routed[backend.name]
+        targets[method] = Target(backend, backend.name, mode, why, partitioners, options_of)
     return targets
 
 

@@ -27,6 +27,7 @@ class Artifact:
         manifest: `export.json`, empty when there is none.
         tokenizer: The `tokenizer.json` file, or None.
         chat_template: Source of the chat template, or None.
+        tokenizer_named: The user named the tokenizer instead of taking the artifact's own.
     """
 
     program: Path
@@ -36,6 +37,7 @@ class Artifact:
     manifest: Mapping[str, Any]
     tokenizer: Path | None
     chat_template: str | None
+    tokenizer_named: bool = False
 
 
 def open_artifact(path: str | Path, tokenizer: str | Path | None = None) -> Artifact:
@@ -84,6 +86,7 @@ def open_artifact(path: str | Path, tokenizer: str | Path | None = None) -> Arti
         tokenizer_config=tokenizer_config,
         manifest=_json(own, "export.json"),
         tokenizer=_tokenizer_file(texts, tokenizer),
+        tokenizer_named=tokenizer is not None,
         chat_template=_chat_template(texts, tokenizer_config),
     )
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from staticlm.contract.facts import Contract, Method
 from staticlm.contract.program import read_program
-from staticlm.errors import ArtifactError, CapacityError, Code, RunnerError, UsageError
+from staticlm.errors import CapacityError, Code, RunnerError, UsageError
 from staticlm.runtime.allocators import get_chain
 from staticlm.runtime.artifact import Artifact, end_ids, open_artifact
 from staticlm.runtime.buffers import BufferAllocator
@@ -29,7 +29,7 @@ from staticlm.runtime.session import Session, check_tokens
 from staticlm.runtime.shared_program import SharedProgram
 from staticlm.runtime.speculation import Speculation, SpeculationStats, prove, verify_method
 from staticlm.runtime.stats import RunnerStats, resident_bytes
-from staticlm.runtime.text import StopStrings, Tokenizer, check_vocabulary
+from staticlm.runtime.text import StopStrings, Tokenizer, open_tokenizer
 
 _NO_PROMPT = (bytes, bytearray, memoryview, Mapping, Set)
 """Iterables that would pass for token ids, or without an order, and are not meant so."""
@@ -111,7 +111,7 @@ class Runner:
         manager = make_io_manager(label, program.facts, program, allocator)
         self.artifact = artifact
         self.contract: Contract = manager.contract
-        self.tokenizer = _tokenizer(artifact, self.contract)
+        self.tokenizer = open_tokenizer(artifact, self.contract)
         self.end_ids = end_ids(
             artifact,
             self.contract.eos_ids,
@@ -397,27 +397,6 @@ def _weakly(method: Callable[[Generation], None]) -> Callable[[Generation], None
             bound(done)
 
     return call
-
-
-def _tokenizer(artifact: Artifact, contract: Contract) -> Tokenizer | None:
-    """The artifact's tokenizer, compared with the program; None when there is none."""
-    if artifact.tokenizer is None:
-        return None
-    tokenizer = Tokenizer(artifact)
-    recorded = artifact.config.get("vocab_size")
-    if isinstance(recorded, int) and recorded != contract.vocab_size:
-        raise ArtifactError(
-            Code.ARTIFACT_INVALID,
-            f"config.json beside {artifact.program} is of another model",
-            found=f"vocab_size {recorded}",
-            expected=f"{contract.vocab_size}, the width of the program's logits",
-            remedy="Export the model again.",
-        )
-    needed = [*contract.eos_ids, *(() if contract.bos_id is None else (contract.bos_id,))]
-    check_vocabulary(
-        tokenizer, contract.vocab_size, needed, artifact.manifest.get("tokenizer_size")
-    )
-    return tokenizer
 
 
 def _no_prompt(prompt: object) -> UsageError:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from staticlm.contract.facts import Contract
 from staticlm.errors import ArtifactError, Code, UsageError
 from staticlm.runtime.artifact import Artifact, special_token
 
@@ -209,3 +211,49 @@ def _overlap(text: str, stop: str) -> int:
         if text.endswith(stop[:length]):
             return length
     return 0
+
+
+def open_tokenizer(artifact: Artifact, contract: Contract) -> Tokenizer | None:
+    """The artifact's tokenizer, compared with the program; None when there is none.
+
+    Raises:
+        ArtifactError: It, or `config.json`, belongs to another model.
+    """
+    if artifact.tokenizer is None:
+        return None
+    tokenizer = Tokenizer(artifact)
+    recorded = artifact.config.get("vocab_size")
+    if isinstance(recorded, int) and recorded != contract.vocab_size:
+        raise ArtifactError(
+            Code.ARTIFACT_INVALID,
+            f"config.json beside {artifact.program} is of another model",
+            found=f"vocab_size {recorded}",
+            expected=f"{contract.vocab_size}, the width of the program's logits",
+            remedy="Export the model again.",
+        )
+    needed = [*contract.eos_ids, *(() if contract.bos_id is None else (contract.bos_id,))]
+    check_vocabulary(
+        tokenizer, contract.vocab_size, needed, artifact.manifest.get("tokenizer_size")
+    )
+    _check_same_file(artifact)
+    return tokenizer
+
+
+def _check_same_file(artifact: Artifact) -> None:
+    """Another tokenizer of the same size makes nonsense of every text, and no id is out of range.
+
+    One that the user named is taken as meant.
+    """
+    recorded = artifact.manifest.get("tokenizer_sha256")
+    own = artifact.tokenizer
+    if not isinstance(recorded, str) or own is None or artifact.tokenizer_named:
+        return
+    found = hashlib.sha256(own.read_bytes()).hexdigest()
+    if found != recorded:
+        raise ArtifactError(
+            Code.TOKENIZER_MISMATCH,
+            f"{own} is not the tokenizer that the model was exported with",
+            found=f"sha256 {found[:12]}...",
+            expected=f"{recorded[:12]}..., as export.json says",
+            remedy="Restore the file, or name this one on purpose (tokenizer=..., --tokenizer).",
+        )

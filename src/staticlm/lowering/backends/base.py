@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from staticlm.errors import Code, LoweringError
+from staticlm.lowering.attention_choice import choose_attention
 from staticlm.lowering.options import OptionTable, Routed, route, typed
 
 if TYPE_CHECKING:
@@ -53,9 +54,15 @@ class Backend:
             LoweringError: `BACKEND_UNAVAILABLE`, with what to install or set.
         """
 
-    def attention(self, method: str, step: int) -> str:
-        """The attention mode that `auto` stands for, for a method that takes `step` tokens."""
-        return self.attention_modes[0]
+    def attention(self, method: str, step: int, slots: int) -> tuple[str, str]:
+        """The attention mode that `auto` stands for, and why.
+
+        Args:
+            method: Name of the method.
+            step: Tokens per call.
+            slots: Slots that it reads of a full cache.
+        """
+        return choose_attention(self.name, step, slots, self.attention_modes[0])
 
     def route(self, options: Mapping[str, Any]) -> Routed:
         """Check typed options and sort them by destination.

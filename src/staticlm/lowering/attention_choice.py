@@ -1,0 +1,56 @@
+"""What `--attention auto` stands for: the mode that was faster when it was measured."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One layer's share of a call, in milliseconds, by attention mode.
+
+    Args:
+        step: Tokens per call.
+        slots: Cache slots read.
+    """
+
+    step: int
+    slots: int
+    split: float
+    concat: float
+
+
+MACHINE = "AMD EPYC with AVX2, 2 threads; python benchmarks/attention.py"
+
+MEASURED: dict[str, tuple[Timing, ...]] = {
+    "xnnpack": (),
+}
+"""By backend. Other backends take their preferred mode."""
+
+
+def choose_attention(backend: str, step: int, slots: int, preferred: str) -> tuple[str, str]:
+    """The attention mode of a method, and why.
+
+    Args:
+        backend: Name of the backend.
+        step: Tokens per call.
+        slots: Slots that the method reads of a full cache.
+        preferred: The mode where nothing was measured.
+    """
+    if slots == 0:
+        return preferred, "it reads no cache: the modes are one"
+    timings = MEASURED.get(backend, ())
+    if not timings:
+        return preferred, f"preferred by backend {backend}, not measured"
+    # The nearest shape: first in tokens per call, then in slots, by their ratio.
+    nearest = min(
+        timings,
+        key=lambda t: (abs(math.log(t.step / step)), abs(math.log(t.slots / slots))),
+    )
+    mode = "split" if nearest.split <= nearest.concat else "concat"
+    why = (
+        f"split {nearest.split:g} ms, concat {nearest.concat:g} ms a layer for {nearest.step} tokens "
+        f"over {nearest.slots} slots ({MACHINE})"
+    )
+    return mode, why
