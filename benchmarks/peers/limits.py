@@ -12,6 +12,8 @@ from collections.abc import Callable
 
 import torch
 
+from staticlm.benchmark.machine import read_bandwidth
+
 
 def best(call: Callable[[], object], passes: int) -> float:
     """Seconds of the fastest pass."""
@@ -26,11 +28,10 @@ def best(call: Callable[[], object], passes: int) -> float:
 
 def main() -> None:
     """Bandwidth in GB/s, products in GFLOP/s."""
-    torch.set_num_threads(int(sys.argv[1]))
-    # As decode reads: every weight once, more than any cache holds.
-    weights, one = torch.ones(32, 2048, 2048), torch.ones(2048, 1)
-    reading = best(lambda: [torch.mm(block, one) for block in weights], 5)
-    found = {"read_gigabytes": weights.nbytes / reading / 1e9}
+    threads = int(sys.argv[1])
+    torch.set_num_threads(threads)
+    # More than any cache holds, read once, as decode reads every weight once.
+    found = {"read_gigabytes": read_bandwidth(threads)}
     # Without units for it a bfloat16 product takes forever: a small one shows as much.
     for name, dtype, size in (("float32", torch.float32, 1536), ("bfloat16", torch.bfloat16, 384)):
         left, right = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)

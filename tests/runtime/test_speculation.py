@@ -13,6 +13,7 @@ import pytest
 from tests.support.contracts import contract
 from tests.support.models import build
 from tests.support.toy_artifacts import BYTE_TOY, write_artifact, write_texts
+from tests.support.toy_programs import Toy
 
 import staticlm
 from staticlm.contract import CacheKind, Contract, LogitsRows, MethodRole
@@ -190,6 +191,48 @@ def test_the_proof_forgets_what_was_held_and_is_in_no_figure(artifact: Path) -> 
         assert runner.stats().calls == {**calls, prefill: calls[prefill] + 1}
 
 
+def test_guesses_of_a_draft_model_give_the_text_of_plain_decoding(
+    runners: tuple[Runner, Runner], artifact: Path, driver_name: str
+) -> None:
+    plain, guessing = runners
+    with staticlm.load(artifact, driver=driver_name) as small:
+        options: dict[str, Any] = {"speculate": "draft-model", "draft_model": small}
+        shares = []
+        for index, prompt in enumerate(one for n, one in _prompts() if n % 6 == 0):
+            sampled: dict[str, Any] = {"temperature": 1.5, "seed": index} if index % 2 else {}
+            wanted = plain.generate(prompt, ignore_end=True, **sampled)
+            done = guessing.generate(prompt, ignore_end=True, **sampled, **options)
+            assert done.tokens == wanted.tokens
+            assert _caches(guessing) == _caches(plain)
+            assert done.speculation is not None
+            if done.speculation.drafted and not sampled:
+                shares.append(done.speculation.accepted / done.speculation.drafted)
+        # The same model guesses greedily what it will say greedily, but for rounding.
+        assert np.mean(shares) > 0.8
+
+
+def test_a_draft_model_goes_with_its_option_and_its_vocabulary(
+    runners: tuple[Runner, Runner], tmp_path: Path
+) -> None:
+    _, guessing = runners
+    other = Toy(capacity=64, steps=(16,), vocab=300, eos=257)
+    path = write_artifact(tmp_path / "other", other)
+    (path / "config.json").write_text("{}")
+    with staticlm.load(path, tokenizer=None) as small:
+        for options in (
+            {"speculate": "draft-model"},
+            {"speculate": "draft-model", "draft_model": guessing},
+            {"speculate": "draft-model", "draft_model": str(path)},
+            {"speculate": "prompt-lookup", "draft_model": small},
+            {"draft_model": small},
+            {"speculate": "draft-model", "draft_model": small},
+        ):
+            with pytest.raises(UsageError) as caught:
+                guessing.generate([1, 2], 2, **options)
+            assert caught.value.code is Code.USAGE
+        assert "another vocabulary" in str(caught.value)
+
+
 def test_guesses_go_on_as_the_text_did_last_time() -> None:
     lookup = PromptLookup([1, 2, 3, 4, 9, 1, 2, 3, 5, 6, 7, 1, 2, 3])
     assert lookup.draft(2) == [5, 6]
@@ -325,7 +368,7 @@ def test_settle_after_an_error_leaves_the_error(artifact: Path) -> None:
     with staticlm.load(artifact) as runner:
         method, drafts = verify_method(runner.contract, "prompt-lookup", None)
         runner.session.prefill([1, 2, 1, 2, 1])
-        guess = Speculation(runner.session, method, drafts, [1, 2, 1, 2, 1])
+        guess = Speculation(runner.session, method, drafts, PromptLookup([1, 2, 1, 2, 1]), 5)
         guess.step(2)
         assert runner.session.position == 5 + STEP
         guess.settle()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -47,8 +48,12 @@ def run(
     speculate: Annotated[
         str | None,
         typer.Option(
-            help="prompt-lookup: check guesses from the text so far; the same text, sooner."
+            help="prompt-lookup: check guesses from the text so far; draft-model: from a smaller "
+            "model; the same text, sooner."
         ),
+    ] = None,
+    draft_model: Annotated[
+        Path | None, typer.Option(help="Artifact of the smaller model that guesses.")
     ] = None,
     draft_tokens: Annotated[
         int | None, typer.Option(help="Guesses per call; default: as many as the program checks.")
@@ -63,9 +68,13 @@ def run(
 ) -> None:
     """Generate text with an artifact."""
     text = _read_prompt(prompt, prompt_file)
-    with load(
-        artifact, driver=driver, allocator=allocator, threads=threads, tokenizer=tokenizer
-    ) as runner:
+    with ExitStack() as stack:
+        runner = stack.enter_context(
+            load(artifact, driver=driver, allocator=allocator, threads=threads, tokenizer=tokenizer)
+        )
+        small = None
+        if draft_model is not None:
+            small = stack.enter_context(load(draft_model, driver=driver, allocator=allocator))
         asked: Prompt = text
         if chat or system is not None:
             asked = [{"role": "user", "content": text}]
@@ -84,6 +93,7 @@ def run(
             seed=seed,
             speculate=speculate,
             draft_tokens=draft_tokens,
+            draft_model=small,
         )
         if as_json:
             for _ in stream:

@@ -120,6 +120,8 @@ def _choose(fitting: list[int], count: int) -> list[int]:
     """
     longest = max(fitting)
     calls = -(-count // longest)
+    if calls == 1:
+        return [min(step for step in fitting if step >= count)]
     surplus = calls * longest - count
     shorter = sorted(step for step in fitting if step < longest)
     # fewest[r]: how many replacements save exactly r rows, and the step that the last one brings.

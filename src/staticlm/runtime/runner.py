@@ -27,7 +27,15 @@ from staticlm.runtime.plan import check_capacity
 from staticlm.runtime.sampling import SamplingOptions, make_sampler
 from staticlm.runtime.session import Session, check_tokens
 from staticlm.runtime.shared_program import SharedProgram
-from staticlm.runtime.speculation import Speculation, SpeculationStats, prove, verify_method
+from staticlm.runtime.speculation import (
+    DRAFT_MODEL,
+    DraftModel,
+    PromptLookup,
+    Speculation,
+    SpeculationStats,
+    prove,
+    verify_method,
+)
 from staticlm.runtime.stats import RunnerStats, resident_bytes
 from staticlm.runtime.text import StopStrings, Tokenizer, open_tokenizer
 
@@ -192,7 +200,8 @@ class Runner:
             max_new_tokens: New tokens at most; None generates up to the context length.
             **options: `stop` (a string or several), `ignore_end` (go on after end tokens), `reuse`
                 (keep what the caches already hold of the prompt), `speculate` (`prompt-lookup`:
-                guess from the text so far and check several tokens per call; the text is that of
+                guess from the text so far and check several tokens per call; `draft-model`: guesses of
+                a smaller one, the runner `draft_model`, which forgets its text; the text is that of
                 plain decoding) with `draft_tokens` (guesses per call, as many as fit when None), and
                 those of `SamplingOptions`: `temperature`, `top_k`, `top_p`, `min_p`,
                 `repetition_penalty`, `seed`.
@@ -265,6 +274,7 @@ class Runner:
         ignore_end = _switch("ignore_end", options)
         reuse = _switch("reuse", options)
         verifying = self._verifying(options)
+        draft_model = self._draft_model(options)
         sampler = make_sampler(_sampling(options))
         if text_needed or stops.any:
             self._text_tokenizer()
@@ -291,7 +301,14 @@ class Runner:
                 decode=None if self.tokenizer is None else self.tokenizer.decode,
                 speculation=None
                 if verifying is None
-                else Speculation(self.session, *verifying, ids),
+                else Speculation(
+                    self.session,
+                    *verifying,
+                    PromptLookup(ids)
+                    if draft_model is None
+                    else DraftModel(draft_model.session, ids),
+                    len(ids),
+                ),
             ),
             accepted=self._held.extend,
             finished=_weakly(self._count),
@@ -300,7 +317,7 @@ class Runner:
 
     def _verifying(self, options: dict[str, Any]) -> tuple[Method, int] | None:
         """Verify method and guesses per call, where speculation is asked for."""
-        way, drafts = options.pop("speculate", None), options.pop("draft_tokens", None)
+        way, drafts = options.get("speculate"), options.pop("draft_tokens", None)
         if way is not None:
             return verify_method(self.contract, way, drafts)
         if drafts is not None:
@@ -311,6 +328,27 @@ class Runner:
                 expected="speculate too",
             )
         return None
+
+    def _draft_model(self, options: dict[str, Any]) -> Runner | None:
+        """The runner of the small model, where there is one; `speculate` says whether there must be."""
+        way = options.pop("speculate", None)
+        found: Runner | None = options.pop("draft_model", None)
+        if (way == DRAFT_MODEL) is not isinstance(found, Runner) or found is self:
+            raise UsageError(
+                Code.USAGE,
+                "draft_model",
+                found=type(found).__name__ if found is not self else "the runner itself",
+                expected=f"another runner with speculate={DRAFT_MODEL!r}, nothing otherwise",
+            )
+        if found is not None and found.contract.vocab_size != self.contract.vocab_size:
+            raise UsageError(
+                Code.USAGE,
+                "the draft model has another vocabulary",
+                found=found.contract.vocab_size,
+                expected=self.contract.vocab_size,
+                remedy="Take a smaller model of the same family.",
+            )
+        return found
 
     def _prove(self, method: Method) -> None:
         """Once per runner: what the caches hold is forgotten then."""

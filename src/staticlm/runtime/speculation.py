@@ -1,4 +1,6 @@
-"""Speculative decoding on fixed shapes: guess from the text so far, check all guesses in one call.
+"""Speculative decoding on fixed shapes: guess what follows, check all guesses in one call.
+
+Guesses come from the text so far, or from a smaller model.
 
 The output is that of plain decoding, not only its like. A verify method that was exported row by row
 computes each row with the sums of the decode method in the same order; whether the kernels of this
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +25,8 @@ from staticlm.runtime.session import Session
 
 Logits = npt.NDArray[np.float32]
 
-PROMPT_LOOKUP = "prompt-lookup"
-WAYS = (PROMPT_LOOKUP,)
+PROMPT_LOOKUP, DRAFT_MODEL = "prompt-lookup", "draft-model"
+WAYS = (PROMPT_LOOKUP, DRAFT_MODEL)
 """Where guesses can come from."""
 
 STEPWISE = "stepwise"
@@ -55,6 +58,18 @@ class SpeculationStats:
             self.verify_calls + other.verify_calls,
             self.decode_calls + other.decode_calls,
         )
+
+
+class Drafter(Protocol):
+    """Where guesses come from. It holds the text so far."""
+
+    def add(self, token: int) -> None:
+        """The text got longer."""
+        ...
+
+    def draft(self, count: int) -> list[int]:
+        """At most `count` tokens that may follow."""
+        ...
 
 
 class PromptLookup:
@@ -92,6 +107,50 @@ class PromptLookup:
         return []
 
 
+class DraftModel:
+    """Guesses what a smaller model would say, greedily.
+
+    A guess that is wrong costs time and nothing else: the large model checks every one.
+
+    Args:
+        session: Of the small model; it is reset here, and whatever it held is forgotten.
+        tokens: The text so far.
+    """
+
+    def __init__(self, session: Session, tokens: Sequence[int]) -> None:
+        session.reset()
+        self._session = session
+        self._tokens = list(tokens)
+        self._held: list[int] = []
+        """What the session has taken, guesses included."""
+
+    def add(self, token: int) -> None:
+        """The text got longer."""
+        self._tokens.append(token)
+
+    def draft(self, count: int) -> list[int]:
+        """At most `count` tokens; none when the text is too long for the small model."""
+        session, text = self._session, self._tokens
+        if len(text) + count > session.capacity:
+            return []
+        # The last token is always taken again, for its logits.
+        same = 0
+        for one, other in zip(self._held, text[:-1], strict=False):
+            if one != other:
+                break
+            same += 1
+        if not session.rollback(same):
+            session.reset()
+            same = 0
+        logits = session.prefill(text[same:])
+        self._held = list(text)
+        guesses = [int(logits.argmax())]
+        while len(guesses) < count:
+            self._held.append(guesses[-1])
+            guesses.append(int(session.step(guesses[-1]).argmax()))
+        return guesses
+
+
 class Speculation:
     """Takes the place of `Session.step` in a decoding loop, with the same answers.
 
@@ -102,7 +161,8 @@ class Speculation:
         session: Holds the prompt.
         method: The verify method, from `verify_method`.
         draft_tokens: Guesses per call at most.
-        prompt: The tokens that the session will hold before the first step.
+        drafter: Guesses; it holds the prompt.
+        position: Length of the prompt: what the session will hold before the first step.
     """
 
     def __init__(
@@ -110,20 +170,21 @@ class Speculation:
         session: Session,
         method: Method,
         draft_tokens: int,
-        prompt: Sequence[int],
+        drafter: Drafter,
+        position: int,
     ) -> None:
         self._session = session
         self._method = method
         self._count = min(draft_tokens, method.step - 1)
-        self._lookup = PromptLookup(prompt)
-        self._position = len(prompt)
+        self._drafter = drafter
+        self._position = position
         self._ahead: list[tuple[int, Logits]] = []
         """Guesses that are in the caches, and the logits after each."""
         self.stats = SpeculationStats()
 
     def step(self, token: int) -> Logits:
         """float32 `[vocabulary]`: the logits after one more token. Errors as `Session.step`."""
-        self._lookup.add(token)
+        self._drafter.add(token)
         if self._ahead and self._ahead[0][0] == token:
             logits = self._ahead.pop(0)[1]
             self.stats += SpeculationStats(accepted=1)
@@ -144,7 +205,7 @@ class Speculation:
         session, step = self._session, self._method.step
         guesses: list[int] = []
         if session.position + step <= session.verify_limit:
-            guesses = self._lookup.draft(self._count)
+            guesses = self._drafter.draft(self._count)
         if not guesses:
             self.stats += SpeculationStats(decode_calls=1)
             return session.step(token)
