@@ -19,14 +19,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 PEERS = Path(os.environ.get("VENV_PEERS", ROOT / ".venv-peers")) / "bin"
-CONTEXT, CHUNK, VERIFY = 1024, 128, 8
+CONTEXT, CHUNKS, VERIFY = 1024, (128, 512), 8
 
 Make = Callable[[Path, Path], list[list[str]]]
 
 
 def ours(*options: str) -> Make:
     """`staticlm export` with options."""
-    lengths = ["--context-length", str(CONTEXT), "--prefill-length", str(CHUNK)]
+    lengths = ["--context-length", str(CONTEXT)]
+    lengths += [word for chunk in CHUNKS for word in ("--prefill-length", str(chunk))]
     return lambda source, to: [
         [sys.executable, "-m", "staticlm", "export", str(source), "-o", str(to), *lengths, *options]
     ]

@@ -24,11 +24,16 @@ TOLERANCE = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 2e-1}
 """Largest logits difference that passes, relative to the largest logit, by the coarsest dtype."""
 
 TOLERANCE_QUANTISED = 5e-2
-"""Largest norm of all differences that passes, relative to that of the logits, for quantised weights.
+"""Norm of all differences that the median run may have, relative to that of the logits, for quantised
+weights; nine runs of ten may have four times as much.
 
-Their activations are rounded to 8 bits: a difference in the last place may move one by a whole step and
-a few logits far. A fault moves all of them.
+Their activations are rounded to 8 bits: a difference in the last place may move one by a whole step. The
+source itself, fed in chunks of 128 instead of at once, differs by as much (SmolLM2, int8 and 8da4w, 1,024
+random tokens: median of a row 0.02, nine of ten within 0.04, the largest 1.9). A fault moves most rows by
+more than that.
 """
+
+_MOST_QUANTISED = 4
 
 
 @dataclass(frozen=True)
@@ -82,15 +87,40 @@ class Validation:
             found += [d for d in (case.chunked, case.stepwise, case.between) if d is not None]
         return max(found, key=lambda d: np.inf if np.isnan(d) else d)
 
+    def share(self, part: float) -> float:
+        """The relative difference from the source that this share of all runs does not exceed."""
+        found = [d for case in self.cases for d in (case.chunked, case.stepwise) if d is not None]
+        return float(np.quantile(found, part)) if found else 0.0
+
     @property
     def passed(self) -> bool:
-        """All differences within the tolerance, a repeatable run, and equal greedy tokens.
+        """Differences within the tolerance, a repeatable run, and equal greedy tokens.
 
-        A greedy token may differ where the source's own two best logits are closer than the
-        tolerance: such a tie is decided by rounding.
+        Every difference counts, but with quantised weights most of them (`TOLERANCE_QUANTISED`), and not
+        the tokens. A greedy token may differ where the source's own two best logits are closer than
+        the tolerance: such a tie is decided by rounding.
         """
+        if self.measure == "norm":
+            near = self.share(0.5) <= self.tolerance
+            near = near and self.share(0.9) <= _MOST_QUANTISED * self.tolerance
+            return bool(near) and self.repeat == 0.0
         greedy = self.greedy_equal == self.greedy_tokens or self.greedy_margin <= self.tolerance
         return bool(self.worst <= self.tolerance) and self.repeat == 0.0 and greedy
+
+    def summary(self) -> str:
+        """What was found, and what would have been right, in one line."""
+        if self.measure == "norm":
+            text = (
+                f"relative difference of half of the runs {self.share(0.5):.1e} (at most "
+                f"{self.tolerance:g}), of nine tenths {self.share(0.9):.1e} (at most "
+                f"{_MOST_QUANTISED * self.tolerance:g})"
+            )
+        else:
+            text = f"largest relative difference {self.worst:.1e} (at most {self.tolerance:g})"
+        return (
+            f"{text}, greedy tokens equal {self.greedy_equal} of {self.greedy_tokens}, repeat after "
+            f"reset differs by {self.repeat:g}"
+        )
 
 
 def validate(
@@ -321,9 +351,7 @@ def require(validation: Validation) -> None:
         raise StaticLMError(
             Code.VALIDATION_FAILED,
             "the program differs from its source",
-            found=f"a relative logits difference of {validation.worst:.3g}, "
-            f"{validation.greedy_equal} of {validation.greedy_tokens} greedy tokens equal, "
-            f"{validation.repeat:.3g} between two runs",
-            expected=f"at most {validation.tolerance:g}, all equal, 0",
+            found=validation.summary(),
+            expected="differences within their bounds, equal tokens, a repeatable run",
             remedy="Export the model again; if it stays so, report the model and the command.",
         )

@@ -46,7 +46,11 @@ def run(
             progress=status.update,
         )
     if as_json:
-        body = dataclasses.asdict(result) | {"passed": result.passed, "worst": result.worst}
+        body = dataclasses.asdict(result) | {
+            "passed": result.passed,
+            "worst": result.worst,
+            "median": result.share(0.5),
+        }
         typer.echo(json.dumps(body))
     else:
         table = Table("prompt", "tokens", "chunked", "stepwise", "between", "same argmax")
@@ -62,11 +66,6 @@ def run(
         out = Console()
         out.print(table)
         verdict = "passed" if result.passed else "FAILED"
-        out.print(
-            f"{verdict}: largest relative difference {result.worst:.1e} "
-            f"(at most {result.tolerance:g}), greedy tokens equal {result.greedy_equal} of "
-            f"{result.greedy_tokens}, repeat after reset differs by {result.repeat:g}",
-            highlight=False,
-        )
+        out.print(f"{verdict}: {result.summary()}", highlight=False, soft_wrap=True)
     if not result.passed:
         raise typer.Exit(1)

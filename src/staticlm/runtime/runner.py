@@ -10,7 +10,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-from staticlm.contract.facts import Contract, Method
+from staticlm.contract.facts import Contract
 from staticlm.contract.program import read_program
 from staticlm.errors import CapacityError, Code, RunnerError, UsageError
 from staticlm.runtime.allocators import get_chain
@@ -21,21 +21,14 @@ from staticlm.runtime.chat import render_chat
 from staticlm.runtime.driver import check_threads
 from staticlm.runtime.drivers import get_driver
 from staticlm.runtime.generation import FinishReason, Generation, Request, Stream
+from staticlm.runtime.guessing import Proof, take_options
 from staticlm.runtime.io_managers.exporter_record import merge_components
 from staticlm.runtime.io_managers.registry import make_io_manager, select_label
 from staticlm.runtime.plan import check_capacity
 from staticlm.runtime.sampling import SamplingOptions, make_sampler
 from staticlm.runtime.session import Session, check_tokens
 from staticlm.runtime.shared_program import SharedProgram
-from staticlm.runtime.speculation import (
-    DRAFT_MODEL,
-    DraftModel,
-    PromptLookup,
-    Speculation,
-    SpeculationStats,
-    prove,
-    verify_method,
-)
+from staticlm.runtime.speculation import SpeculationStats
 from staticlm.runtime.stats import RunnerStats, resident_bytes
 from staticlm.runtime.text import StopStrings, Tokenizer, open_tokenizer
 
@@ -133,7 +126,7 @@ class Runner:
         self._stream: Stream | None = None
         self._figures = [0, 0.0, 0, 0.0]
         self._speculation = SpeculationStats()
-        self._proved: dict[str, tuple[float, dict[str, int]]] = {}
+        self._proof = Proof()
         # Where every method packs weights of its own, one for each stretch of text is too many.
         shares = program.driver.capabilities.shares_weights
         self.session = Session(manager, narrow=shares)
@@ -200,9 +193,9 @@ class Runner:
             max_new_tokens: New tokens at most; None generates up to the context length.
             **options: `stop` (a string or several), `ignore_end` (go on after end tokens), `reuse`
                 (keep what the caches already hold of the prompt), `speculate` (`prompt-lookup`:
-                guess from the text so far and check several tokens per call; `draft-model`: guesses of
-                a smaller one, the runner `draft_model`, which forgets its text; the text is that of
-                plain decoding) with `draft_tokens` (guesses per call, as many as fit when None), and
+                guess from the text so far; `draft-model`: from another runner, `draft_model`, which
+                forgets its text; several guesses are checked per call, and the text is that of plain
+                decoding) with `draft_tokens` (guesses per call, as many as fit when None), and
                 those of `SamplingOptions`: `temperature`, `top_k`, `top_p`, `min_p`,
                 `repetition_penalty`, `seed`.
 
@@ -229,8 +222,7 @@ class Runner:
         """Figures so far."""
         io = self.session.stats()
         calls = Counter(io.calls)
-        for _, proof in self._proved.values():
-            calls.subtract(proof)
+        calls.subtract(self._proof.calls)
         return RunnerStats(
             driver=f"{self._program.driver.name} ({self._program.driver.reason})",
             label=io.label,
@@ -241,7 +233,7 @@ class Runner:
             prefill_seconds=self._figures[1],
             decode_tokens=int(self._figures[2]),
             decode_seconds=self._figures[3],
-            execute_seconds=io.execute_seconds - sum(one for one, _ in self._proved.values()),
+            execute_seconds=io.execute_seconds - self._proof.execute_seconds,
             calls={name: count for name, count in calls.items() if count},
             states=io.states,
             buffers=io.buffers,
@@ -273,16 +265,16 @@ class Runner:
         stops = StopStrings(() if stop is None else stop)
         ignore_end = _switch("ignore_end", options)
         reuse = _switch("reuse", options)
-        verifying = self._verifying(options)
-        draft_model = self._draft_model(options)
+        guesses = take_options(self.contract, self.session, options)
         sampler = make_sampler(_sampling(options))
         if text_needed or stops.any:
             self._text_tokenizer()
         ids = self.encode(prompt)
         limit, reason = self._limit(len(ids), max_new_tokens)
         self._drop_stream()
-        if verifying is not None:
-            self._prove(verifying[0])
+        if guesses is not None and not self._proof.covers(guesses.method):
+            self._forget()
+            self._proof.give(self.session, guesses.method)
         reused = self._reuse(ids) if reuse else 0
         if not reused:
             self._forget()
@@ -299,67 +291,12 @@ class Runner:
                 end_ids=frozenset() if ignore_end else frozenset(self.end_ids),
                 stops=stops,
                 decode=None if self.tokenizer is None else self.tokenizer.decode,
-                speculation=None
-                if verifying is None
-                else Speculation(
-                    self.session,
-                    *verifying,
-                    PromptLookup(ids)
-                    if draft_model is None
-                    else DraftModel(draft_model.session, ids),
-                    len(ids),
-                ),
+                speculation=None if guesses is None else guesses.begin(self.session, ids),
             ),
             accepted=self._held.extend,
             finished=_weakly(self._count),
         )
         return self._stream
-
-    def _verifying(self, options: dict[str, Any]) -> tuple[Method, int] | None:
-        """Verify method and guesses per call, where speculation is asked for."""
-        way, drafts = options.get("speculate"), options.pop("draft_tokens", None)
-        if way is not None:
-            return verify_method(self.contract, way, drafts)
-        if drafts is not None:
-            raise UsageError(
-                Code.USAGE,
-                "draft_tokens",
-                found=f"{drafts} without speculation",
-                expected="speculate too",
-            )
-        return None
-
-    def _draft_model(self, options: dict[str, Any]) -> Runner | None:
-        """The runner of the small model, where there is one; `speculate` says whether there must be."""
-        way = options.pop("speculate", None)
-        found: Runner | None = options.pop("draft_model", None)
-        if (way == DRAFT_MODEL) is not isinstance(found, Runner) or found is self:
-            raise UsageError(
-                Code.USAGE,
-                "draft_model",
-                found=type(found).__name__ if found is not self else "the runner itself",
-                expected=f"another runner with speculate={DRAFT_MODEL!r}, nothing otherwise",
-            )
-        if found is not None and found.contract.vocab_size != self.contract.vocab_size:
-            raise UsageError(
-                Code.USAGE,
-                "the draft model has another vocabulary",
-                found=found.contract.vocab_size,
-                expected=self.contract.vocab_size,
-                remedy="Take a smaller model of the same family.",
-            )
-        return found
-
-    def _prove(self, method: Method) -> None:
-        """Once per runner: what the caches hold is forgotten then."""
-        if method.name in self._proved:
-            return
-        self._forget()
-        before = self.session.stats()
-        prove(self.session, method)
-        after = self.session.stats()
-        calls = {name: n - before.calls.get(name, 0) for name, n in after.calls.items()}
-        self._proved[method.name] = (after.execute_seconds - before.execute_seconds, calls)
 
     def _limit(self, prompt: int, wanted: int | None) -> tuple[int, FinishReason]:
         """New tokens at most, and what reaching that means."""

@@ -24,7 +24,6 @@ from staticlm.runtime.plan import Call
 from staticlm.runtime.shared_program import SharedProgram
 
 _CONTROL = (Role.TOKENS, Role.START, Role.LENGTH, Role.POSITIONS, Role.MASK)
-_OWN = (Role.TOKENS, Role.START, Role.LENGTH, Role.KEY, Role.VALUE)
 
 
 def create(
@@ -38,19 +37,12 @@ def create(
     contract = read_contract(facts)
     check_contract(contract, facts)
     for method in contract.methods:
-        _check_roles(method)
+        _refuse_states(method)
     return HFStaticManager(contract, program, allocator)
 
 
-def _check_roles(method: Method) -> None:
-    for slot in method.inputs:
-        if slot.role not in _OWN:
-            raise ContractError(
-                Code.SLOT_MISMATCH,
-                f"method {method.name!r}, input {slot.index}",
-                found=slot.role.value,
-                expected=f"one of {', '.join(role.value for role in _OWN)}",
-            )
+def _refuse_states(method: Method) -> None:
+    """`check_contract` admits returned states; this manager keeps caches in place only."""
     for slot in method.outputs:
         if slot.role is not Role.LOGITS:
             raise ContractError(
