@@ -277,7 +277,11 @@ def _alone(
     own = _cap(torch.bmm(rows, new_key.transpose(1, 2)), softcap)
     if chunk_mask is not None:
         own = own + chunk_mask
-    return torch.bmm(_softmax([own], sinks)[:, :, : new_key.shape[1]], new_value)
+    weights = _softmax([own], sinks)
+    if sinks is not None:
+        # Only then: a slice of everything would cut the delegate.
+        weights = weights[:, :, : new_key.shape[1]]
+    return torch.bmm(weights, new_value)
 
 
 def _split(
@@ -321,7 +325,10 @@ def _concat(
     own = past_mask.new_zeros((count, 1)) if chunk_mask is None else chunk_mask
     mask = torch.cat([past_mask.expand(count, past_mask.shape[1]), own], dim=-1)
     scores = _cap(torch.bmm(rows, keys.transpose(1, 2)), softcap) + mask
-    return torch.bmm(_softmax([scores], sinks)[:, :, :total], values)
+    weights = _softmax([scores], sinks)
+    if sinks is not None:
+        weights = weights[:, :, :total]
+    return torch.bmm(weights, values)
 
 
 def _stepwise(
