@@ -104,7 +104,7 @@ def test_a_task_that_fails_in_its_process_fails_here() -> None:
         raise LoweringError(Code.BACKEND_OPTION_INVALID, "an option", found=1, expected=2)
 
     with pytest.raises(LoweringError) as refused:
-        run_forked({"good": lambda: 1, "bad": refuse})
+        run_forked({"good": lambda: 1, "bad": refuse}, jobs=2)
     assert refused.value.code is Code.BACKEND_OPTION_INVALID
     assert (refused.value.found, refused.value.expected) == (1, 2)
 
@@ -112,7 +112,7 @@ def test_a_task_that_fails_in_its_process_fails_here() -> None:
 @pytest.mark.skipif(not can_fork(), reason="processes cannot be forked here")
 def test_a_process_that_dies_is_named() -> None:
     with pytest.raises(LoweringError, match=r"'prefill'.*exit code 3"):
-        run_forked({"prefill": lambda: os._exit(3)})
+        run_forked({"prefill": lambda: os._exit(3)}, jobs=2)
 
 
 def test_shared_provenance_is_undone() -> None:

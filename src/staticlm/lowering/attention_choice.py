@@ -25,12 +25,12 @@ MACHINE = "AMD EPYC with AVX2, 2 threads; python benchmarks/attention.py"
 
 MEASURED: dict[str, tuple[Timing, ...]] = {
     "xnnpack": (
-        Timing(1, 256, 0.337, 0.484),
-        Timing(1, 1024, 0.276, 0.444),
-        Timing(1, 4096, 0.469, 0.653),
-        Timing(128, 256, 6.469, 6.426),
-        Timing(128, 1024, 5.170, 6.321),
-        Timing(128, 4096, 14.190, 17.224),
+        Timing(1, 256, 0.164, 0.185),
+        Timing(1, 1024, 0.246, 0.336),
+        Timing(1, 4096, 0.454, 0.752),
+        Timing(128, 256, 3.592, 3.225),
+        Timing(128, 1024, 5.170, 5.375),
+        Timing(128, 4096, 17.242, 14.243),
     ),
 }
 """By backend. Other backends take their preferred mode."""

@@ -132,8 +132,10 @@ class Runner:
         self.session = Session(manager, narrow=shares)
         try:
             if shares:
+                # What the beginning of a text needs; the others come when the text gets there.
                 for method in self.contract.methods:
-                    manager.prepare(method.name)
+                    if self.contract.at(method, 0) is method:
+                        manager.prepare(method.name)
         except BaseException:
             self.session.close()
             raise
