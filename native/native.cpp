@@ -10,9 +10,12 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#ifndef __linux__
 #include <executorch/extension/data_loader/mmap_data_loader.h>
+#endif
 #include <executorch/extension/memory_allocator/malloc_memory_allocator.h>
 #include <executorch/runtime/backend/interface.h>
+#include <executorch/runtime/core/data_loader.h>
 #include <executorch/runtime/core/evalue.h>
 #include <executorch/runtime/core/exec_aten/util/dim_order_util.h>
 #include <executorch/runtime/executor/method.h>
@@ -25,12 +28,14 @@
 #include <condition_variable>
 #include <cstdio>
 #include <cstring>
-#include <filesystem>
 #include <mutex>
 #include <thread>
 
 #ifdef __linux__
+#include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
 #endif
 
 namespace nb = nanobind;
@@ -39,7 +44,9 @@ namespace rt = executorch::runtime;
 using executorch::aten::Tensor;
 using executorch::aten::TensorImpl;
 using executorch::extension::MallocMemoryAllocator;
+#ifndef __linux__
 using executorch::extension::MmapDataLoader;
+#endif
 using rt::Error;
 using rt::EValue;
 using rt::Span;
@@ -123,22 +130,54 @@ std::string slot_name(const char* direction, size_t index) {
 
 // ---- program --------------------------------------------------------------------------------
 
-// While it lives, drops pages of a mapped file from this process's memory again and again.
-//
-// Packing reads each weight of the file once, but a delegate keeps all of them mapped until the last
-// is packed: the file and its packed copy would both be resident. A page that is needed again is read
-// again, from the system's cache. Only pages that nobody can have written to are dropped.
+#ifdef __linux__
+// The whole file, mapped once for as long as the program lives. What a delegate is given points into it.
+class MappedFile : public rt::DataLoader {
+ public:
+  static std::unique_ptr<MappedFile> open(const std::string& path) {
+    int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    if (file < 0) throw ExecuTorchError(Error::AccessFailed, "open");
+    struct stat found {};
+    void* base = MAP_FAILED;
+    if (::fstat(file, &found) == 0 && found.st_size > 0)
+      base = ::mmap(nullptr, found.st_size, PROT_READ, MAP_PRIVATE, file, 0);
+    ::close(file);
+    if (base == MAP_FAILED) throw ExecuTorchError(Error::AccessFailed, "map");
+    return std::unique_ptr<MappedFile>(
+        new MappedFile(static_cast<const uint8_t*>(base), static_cast<size_t>(found.st_size)));
+  }
+  ~MappedFile() override { ::munmap(const_cast<uint8_t*>(base_), nbytes_); }
+
+  rt::Result<rt::FreeableBuffer> load(size_t offset, size_t nbytes,
+                                      const SegmentInfo&) const override {
+    if (offset > nbytes_ || nbytes > nbytes_ - offset) return Error::InvalidArgument;
+    return rt::FreeableBuffer(base_ + offset, nbytes, /*free_fn=*/nullptr);
+  }
+  rt::Result<size_t> size() const override { return nbytes_; }
+
+  // Takes the file's pages out of this process's memory. Nothing can have written to them, and one that
+  // is needed again is read again, from the system's cache.
+  void drop_pages() const { ::madvise(const_cast<uint8_t*>(base_), nbytes_, MADV_DONTNEED); }
+
+ private:
+  MappedFile(const uint8_t* base, size_t nbytes) : base_(base), nbytes_(nbytes) {}
+  const uint8_t* base_;
+  size_t nbytes_;
+};
+
+// Drops a file's pages again and again while it lives. Packing reads each weight once, but a delegate
+// holds all of them until the last is packed: the file and its packed copy would both be resident.
 class Trimmer {
  public:
-  explicit Trimmer(std::string file) : path(std::move(file)) {
-#ifdef __linux__
-    worker = std::thread([this] { run(); });
-#endif
-  }
+  explicit Trimmer(const MappedFile& file) : worker([this, &file] {
+    std::unique_lock<std::mutex> lock(mutex);
+    while (!wake.wait_for(lock, std::chrono::milliseconds(5), [this] { return done; }))
+      file.drop_pages();
+    file.drop_pages();
+  }) {}
   Trimmer(const Trimmer&) = delete;
   Trimmer& operator=(const Trimmer&) = delete;
   ~Trimmer() {
-    if (!worker.joinable()) return;
     {
       std::lock_guard<std::mutex> lock(mutex);
       done = true;
@@ -148,50 +187,28 @@ class Trimmer {
   }
 
  private:
-#ifdef __linux__
-  static constexpr auto kInterval = std::chrono::milliseconds(5);
-  static constexpr size_t kSmall = 1 << 20;
-
-  void run() {
-    std::unique_lock<std::mutex> lock(mutex);
-    while (!wake.wait_for(lock, kInterval, [this] { return done; })) trim();
-  }
-
-  void trim() const {
-    std::FILE* maps = std::fopen("/proc/self/maps", "r");
-    if (!maps) return;
-    char line[4400];
-    while (std::fgets(line, sizeof line, maps)) {
-      unsigned long begin = 0, end = 0;
-      char access[5] = "";
-      int name = 0;
-      if (std::sscanf(line, "%lx-%lx %4s %*s %*s %*s %n", &begin, &end, access, &name) < 3) continue;
-      line[std::strcspn(line, "\n")] = 0;
-      if (access[1] == '-' && end - begin >= kSmall && name && path == line + name)
-        madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);
-    }
-    std::fclose(maps);
-  }
-#endif
-
-  std::string path;
-  std::thread worker;
   std::mutex mutex;
   std::condition_variable wake;
   bool done = false;
+  std::thread worker;  // last: it uses the others
 };
+using Loader = MappedFile;
+#else
+using Loader = MmapDataLoader;
+#endif
 
 struct Program {
-  std::string path;  // as the system names it
-  std::unique_ptr<MmapDataLoader> loader;  // outlives `program`
+  std::unique_ptr<Loader> loader;  // outlives `program`
   std::unique_ptr<rt::Program> program;
 
-  explicit Program(const std::string& file) {
-    std::error_code ignored;
-    path = std::filesystem::canonical(file, ignored).string();
+  explicit Program(const std::string& path) {
     Collect scope;
+#ifdef __linux__
+    loader = MappedFile::open(path);
+#else
     loader = std::make_unique<MmapDataLoader>(
         unwrap(MmapDataLoader::from(path.c_str(), MmapDataLoader::MlockConfig::NoMlock), "open"));
+#endif
     program = std::make_unique<rt::Program>(unwrap(
         rt::Program::load(loader.get(), rt::Program::Verification::InternalConsistency), "load"));
   }
@@ -252,7 +269,9 @@ struct Method {
                                                  &temporary_memory);
     {
       nb::gil_scoped_release unlocked;  // packing weights may take seconds
-      Trimmer trimmer(program->path);
+#ifdef __linux__
+      Trimmer trimmer(*program->loader);
+#endif
       method = std::make_unique<rt::Method>(
           unwrap(program->program->load_method(name.c_str(), memory.get()), "load_method"));
     }

@@ -64,7 +64,7 @@ def test_validate_passes(smollm2: Path, source: PreTrainedModel) -> None:
     assert result.passed
     assert result.worst < 1e-4
     lengths = [case.length for case in result.cases]
-    assert lengths == [1, 127, 128, 129, 386, 1023, 1024]
+    assert lengths == [1, 127, 128, 129, 256, 258, 386, 1023, 1024]
 
 
 def test_weights_are_stored_once(smollm2: Path, source: PreTrainedModel) -> None:
