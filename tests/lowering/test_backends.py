@@ -46,7 +46,9 @@ def test_built_in_backends(name: str) -> None:
     backend = get_backend(name)
     assert backend is get_backend(name)
     assert (backend.name, backend.options.backend) == (name, name)
-    assert backend.attention("decode", 1) in ("split", "concat")
+    mode, why = backend.attention("decode", 1, 1024)
+    assert mode in ("split", "concat")
+    assert why
     assert set(backend.cache_dtypes) <= {"float32", "float16", "bfloat16"}
     assert all(option.doc.endswith(".") for option in backend.options.options)
 
