@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch.export import ExportedProgram
@@ -45,38 +45,43 @@ class ExportedModel:
     traits: ModelTraits
 
 
-def plan_methods(options: ExportOptions, attention: Callable[[str], str]) -> tuple[MethodPlan, ...]:
-    """The methods that options ask for; `attention` gives the mode of a method by name."""
+def plan_methods(
+    options: ExportOptions,
+    attention: Callable[[str], str],
+    attention_why: Callable[[str], str] = lambda method: "",
+) -> tuple[MethodPlan, ...]:
+    """The methods that options ask for.
+
+    Args:
+        options: Lengths, logits rows and prefixes.
+        attention: Attention mode of a method, by its name; a verify method takes decode's.
+        attention_why: Why it was chosen.
+    """
+
+    def plan(
+        name: str, role: MethodRole, step: int, rows: LogitsRows, max_start: int | None = None
+    ) -> MethodPlan:
+        verify = role is MethodRole.VERIFY
+        like = name.replace("verify", "decode") if verify else name
+        mode = STEPWISE + attention(like) if verify else attention(like)
+        return MethodPlan(name, role, step, rows, mode, max_start, attention_why(like))
+
     plans = []
-    lengths = sorted(options.prefill_lengths, reverse=True)
-    for position, length in enumerate(lengths):
+    for position, length in enumerate(sorted(options.prefill_lengths, reverse=True)):
         name = "prefill" if position == 0 else f"prefill_{length}"
-        plans.append(MethodPlan(name, MethodRole.PREFILL, length, options.logits, attention(name)))
-    decode = attention("decode")
+        plans.append(plan(name, MethodRole.PREFILL, length, options.logits))
     if options.verify_length is not None:
-        length, rows = options.verify_length, LogitsRows.ALL
-        plans.append(MethodPlan("verify", MethodRole.VERIFY, length, rows, STEPWISE + decode))
-    plans.append(MethodPlan("decode", MethodRole.DECODE, 1, LogitsRows.LAST, decode))
-    narrow = []
-    for plan in plans:
-        for prefix in sorted(options.prefixes or ()):
-            prefill = plan.role is MethodRole.PREFILL
-            # Prefill is bound by arithmetic: a short prefix saves it little, an empty one all reading.
-            # One token at position 0 is not worth a method.
-            if prefix >= _PREFILL_PREFIX or prefill is (prefix == 0):
-                name = f"{plan.name}_to_{prefix}"
-                mode = attention(name)
-                if plan.role is MethodRole.VERIFY:
-                    mode = STEPWISE + attention(f"decode_to_{prefix}")
-                narrow.append(replace(plan, name=name, max_start=prefix, attention=mode))
+        plans.append(plan("verify", MethodRole.VERIFY, options.verify_length, LogitsRows.ALL))
+    plans.append(plan("decode", MethodRole.DECODE, 1, LogitsRows.LAST))
+    narrow = [
+        plan(f"{one.name}_to_{prefix}", one.role, one.step, one.logits_rows, prefix)
+        for one in plans
+        for prefix in sorted(options.prefixes or ())
+        # Prefill is bound by arithmetic: a short prefix saves it little, an empty one all reading.
+        # One token at position 0 is not worth a method.
+        if prefix >= _PREFILL_PREFIX or (one.role is MethodRole.PREFILL) is (prefix == 0)
+    ]
     return (*plans, *narrow)
-
-
-def _chosen_for(plan: MethodPlan) -> str:
-    """The method whose attention mode a method has: a verify method has decode's."""
-    if plan.role is not MethodRole.VERIFY:
-        return plan.name
-    return "decode" if plan.max_start is None else f"decode_to_{plan.max_start}"
 
 
 def plan_caches(traits: ModelTraits, options: ExportOptions) -> tuple[Cache, ...]:
@@ -181,10 +186,7 @@ def export_programs(
     model.eval()
     progress("inspect")
     traits = inspect_model(model, options.context_length)
-    plans = tuple(
-        replace(plan, attention_why=attention_why(_chosen_for(plan)))
-        for plan in plan_methods(options, attention)
-    )
+    plans = plan_methods(options, attention, attention_why)
     contract = plan_contract(
         traits,
         options,
