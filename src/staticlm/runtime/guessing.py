@@ -64,6 +64,7 @@ def take_options(contract: Contract, session: Session, options: dict[str, Any]) 
             "draft_model",
             found=type(model).__name__,
             expected=f"a runner with speculate={DRAFT_MODEL!r}, nothing otherwise",
+            remedy="Name both (--speculate draft-model --draft-model DIR) or neither.",
         )
     if way is None:
         if drafts is not None:
@@ -81,6 +82,7 @@ def take_options(contract: Contract, session: Session, options: dict[str, Any]) 
             "draft_model",
             found="the runner itself",
             expected="another runner: a sibling of the same model, or a smaller model",
+            remedy="Load the model that guesses on its own.",
         )
     if small is not None and small.contract.vocab_size != contract.vocab_size:
         raise UsageError(
