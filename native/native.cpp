@@ -14,6 +14,7 @@
 #include <executorch/extension/data_loader/mmap_data_loader.h>
 #endif
 #include <executorch/extension/memory_allocator/malloc_memory_allocator.h>
+#include <executorch/runtime/backend/backend_options_map.h>
 #include <executorch/runtime/backend/interface.h>
 #include <executorch/runtime/core/data_loader.h>
 #include <executorch/runtime/core/evalue.h>
@@ -28,6 +29,7 @@
 #include <condition_variable>
 #include <cstdio>
 #include <cstring>
+#include <map>
 #include <mutex>
 #include <thread>
 
@@ -236,6 +238,28 @@ struct Input {
   }
 };
 
+using Options = std::vector<std::tuple<std::string, std::string, nb::object>>;
+
+// Value: bool, int or str.
+rt::BackendOption backend_option(const std::string& key, nb::handle value) {
+  rt::BackendOption option;
+  if (key.empty() || key.size() >= sizeof(option.key))
+    throw ExecuTorchError(Error::InvalidArgument, "option key");
+  std::memcpy(option.key, key.c_str(), key.size() + 1);
+  if (nb::isinstance<nb::bool_>(value)) {
+    option.value = nb::cast<bool>(value);
+  } else if (nb::isinstance<nb::int_>(value)) {
+    option.value = nb::cast<int>(value);
+  } else {
+    auto text = nb::cast<std::string>(value);
+    std::array<char, rt::kMaxOptionValueLength> chars{};
+    if (text.size() >= chars.size()) throw ExecuTorchError(Error::InvalidArgument, "option value");
+    std::memcpy(chars.data(), text.data(), text.size());
+    option.value = chars;
+  }
+  return option;
+}
+
 struct Method {
   // Members are destroyed from the last to the first: the method before the memory it is bound to,
   // and the program last. Delegates may touch bound memory while they are torn down.
@@ -245,16 +269,26 @@ struct Method {
   MallocMemoryAllocator method_memory, temporary_memory;
   std::unique_ptr<rt::HierarchicalAllocator> planned_memory;
   std::unique_ptr<rt::MemoryManager> memory;
+  std::map<std::string, std::vector<rt::BackendOption>> options;
+  rt::LoadBackendOptionsMap options_by_backend;
   std::vector<Input> inputs;
   std::vector<nb::object> input_owners, output_owners;
   std::unique_ptr<rt::Method> method;
   std::mutex mutex;
   std::string name;
 
-  // `place(index, nbytes) -> (address, owner)` is called once for each planned arena.
-  Method(std::shared_ptr<Program> from, const std::string& method_name, nb::callable place)
+  // `place(index, nbytes) -> (address, owner)` is called once for each planned arena. `backend_options`
+  // (backend, key, value) hold for the loading of this method only.
+  Method(std::shared_ptr<Program> from, const std::string& method_name, nb::callable place,
+         const Options& backend_options)
       : program(std::move(from)), name(method_name) {
     Collect scope;
+    for (const auto& [backend, key, value] : backend_options)
+      options[backend].push_back(backend_option(key, value));
+    for (auto& [backend, values] : options)
+      check(options_by_backend.set_options(backend.c_str(),
+                                           Span<rt::BackendOption>(values.data(), values.size())),
+            backend);
     auto meta = unwrap(program->program->method_meta(name.c_str()), "method_meta");
     for (size_t i = 0; i < meta.num_memory_planned_buffers(); ++i) {
       auto nbytes = static_cast<size_t>(unwrap(meta.memory_planned_buffer_size(i), "arena size"));
@@ -273,7 +307,9 @@ struct Method {
       Trimmer trimmer(*program->loader);
 #endif
       method = std::make_unique<rt::Method>(
-          unwrap(program->program->load_method(name.c_str(), memory.get()), "load_method"));
+          unwrap(program->program->load_method(name.c_str(), memory.get(), nullptr, nullptr,
+                                               &options_by_backend),
+                 "load_method"));
     }
     meta = method->method_meta();
     inputs.resize(meta.num_inputs());
@@ -416,24 +452,10 @@ std::vector<std::string> operators() {
   return names;
 }
 
-// Value: bool, int or str. Most backends read their options when a method is loaded.
+// Most backends read their options when a method is loaded.
 void set_backend_option(const std::string& backend, const std::string& key, nb::object value) {
   Collect scope;
-  rt::BackendOption option;
-  if (key.empty() || key.size() >= sizeof(option.key))
-    throw ExecuTorchError(Error::InvalidArgument, "option key");
-  std::memcpy(option.key, key.c_str(), key.size() + 1);
-  if (nb::isinstance<nb::bool_>(value)) {
-    option.value = nb::cast<bool>(value);
-  } else if (nb::isinstance<nb::int_>(value)) {
-    option.value = nb::cast<int>(value);
-  } else {
-    auto text = nb::cast<std::string>(value);
-    std::array<char, rt::kMaxOptionValueLength> chars{};
-    if (text.size() >= chars.size()) throw ExecuTorchError(Error::InvalidArgument, "option value");
-    std::memcpy(chars.data(), text.data(), text.size());
-    option.value = chars;
-  }
+  rt::BackendOption option = backend_option(key, value);
   check(rt::set_option(backend.c_str(), Span<rt::BackendOption>(&option, 1)), backend + "." + key);
 }
 
@@ -497,8 +519,8 @@ NB_MODULE(_native, m) {
 
   nb::class_<Program>(m, "Program").def(nb::init<const std::string&>(), "path"_a);
   nb::class_<Method>(m, "Method", nb::type_slots(method_slots))
-      .def(nb::init<std::shared_ptr<Program>, const std::string&, nb::callable>(), "program"_a,
-           "name"_a, "place"_a)
+      .def(nb::init<std::shared_ptr<Program>, const std::string&, nb::callable, const Options&>(),
+           "program"_a, "name"_a, "place"_a, "options"_a = Options())
       .def("set_input", &Method::set_input, "index"_a, "address"_a, "shape"_a.none(), "owner"_a.none())
       .def("set_output", &Method::set_output, "index"_a, "address"_a, "nbytes"_a, "owner"_a.none())
       .def("execute", &Method::execute)

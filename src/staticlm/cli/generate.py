@@ -180,6 +180,7 @@ def _as_json(done: Generation, runner: Runner) -> dict[str, Any]:
         "states": stats.states,
         "cache_bytes": stats.cache_bytes,
         "resident_bytes": stats.resident_bytes,
+        "packed_weights": stats.packed_weights,
         "buffers": [
             {"name": one.name, "bytes": one.nbytes, "allocator": one.allocator}
             for one in stats.buffers

@@ -116,6 +116,7 @@ def describe_loaded(path: str | Path) -> dict[str, Any]:
             for one in stats.buffers
         ],
         "resident_bytes": stats.resident_bytes,
+        "packed_weights": stats.packed_weights,
     }
 
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from staticlm.contract.program import MethodFacts, ProgramFacts, read_program
 from staticlm.errors import Code, ExecutionError, RunnerError
-from staticlm.runtime import libraries, requirements
+from staticlm.runtime import libraries, packed_weights, requirements
 from staticlm.runtime.bindings import Bindings, logical, numpy_dtype, storage_shape
 from staticlm.runtime.buffers import Buffer, BufferAllocator, allocate, array_at, free
 from staticlm.runtime.driver import (
@@ -73,7 +73,7 @@ class NativeDriver:
             handle = self._lib.Program(str(facts.path))
         except self._lib.ExecuTorchError as error:
             raise requirements.malformed(facts.path, _reason(error)) from error
-        return NativeProgram(self._lib, handle, facts)
+        return NativeProgram(self._lib, handle, facts, self._packed_weights(facts))
 
     def set_backend_option(self, backend: str, key: str, value: bool | int | str) -> None:
         """Set an option of a backend for this process; most take effect on methods loaded later.
@@ -116,6 +116,11 @@ class NativeDriver:
         if any(name.startswith("llama::") for name in missing):
             libraries.import_kernels(libraries.CUSTOM_KERNELS)
 
+    def _packed_weights(self, facts: ProgramFacts) -> packed_weights.PackedWeights:
+        if not self._weight_cache or WEIGHT_CACHE[0] not in requirements.needed_backends(facts):
+            return packed_weights.PackedWeights(None, "nothing is packed")
+        return packed_weights.packed_weights(facts.path, str(self._lib.built_against))
+
     def _open_backend(self, name: str) -> None:
         if name not in self._lib.backends():
             libraries.open_backend(name)
@@ -126,8 +131,16 @@ class NativeDriver:
 class NativeProgram:
     """A program opened by the extension. Methods hold the C++ program, not this object."""
 
-    def __init__(self, lib: Any, handle: Any, facts: ProgramFacts) -> None:
+    def __init__(
+        self,
+        lib: Any,
+        handle: Any,
+        facts: ProgramFacts,
+        packed: packed_weights.PackedWeights,
+    ) -> None:
         self.facts = facts
+        self.packed_weights = str(packed)
+        self._packed = packed.file
         self._lib = lib
         self._handle = handle
         self._methods: weakref.WeakSet[NativeMethod] = weakref.WeakSet()
@@ -143,7 +156,7 @@ class NativeProgram:
             raise closed(f"program {self.facts.path}")
         facts = requirements.check_method(self.facts, name)
         try:
-            method = NativeMethod(self._lib, self._handle, facts, allocator)
+            method = NativeMethod(self._lib, self._handle, facts, allocator, self._packed)
         except self._lib.ExecuTorchError as error:
             raise requirements.unloadable(self.facts.path, name, _reason(error)) from error
         self._methods.add(method)
@@ -160,7 +173,12 @@ class NativeMethod:
     """A method with its bindings, its arenas and the outputs that nobody placed."""
 
     def __init__(
-        self, lib: Any, program: Any, facts: MethodFacts, allocator: BufferAllocator
+        self,
+        lib: Any,
+        program: Any,
+        facts: MethodFacts,
+        allocator: BufferAllocator,
+        packed: Path | None = None,
     ) -> None:
         self.name = facts.name
         self.facts = facts
@@ -172,7 +190,8 @@ class NativeMethod:
         self._ready = False
         self._native: Any = None
         try:
-            self._native = lib.Method(program, facts.name, self._place_arena)
+            options = [] if packed is None else [(*packed_weights.OPTION, str(packed))]
+            self._native = lib.Method(program, facts.name, self._place_arena, options)
         except BaseException:
             self._release()
             raise

@@ -240,6 +240,7 @@ class Runner:
             states=io.states,
             buffers=io.buffers,
             resident_bytes=resident_bytes(),
+            packed_weights=self._program.packed_weights,
             speculation=self._speculation,
         )
 

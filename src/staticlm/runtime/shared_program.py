@@ -64,6 +64,11 @@ class SharedProgram:
         return tuple(sorted([*self._methods, *(name for _, name in self._own)]))
 
     @property
+    def packed_weights(self) -> str:
+        """Where the packed weights are; empty where the driver does not say, or before a load."""
+        return str(getattr(self._programs.get(self.path), "packed_weights", ""))
+
+    @property
     def closed(self) -> bool:
         """Whether the last user has left."""
         return self._closed

@@ -29,6 +29,7 @@ class RunnerStats:
         states: How the caches are kept, see `IOStats.states`.
         buffers: Every buffer of the session with the allocator that served it.
         resident_bytes: Resident memory of this process, or None where it cannot be read.
+        packed_weights: Where the weights are kept as they are laid out for this processor.
         speculation: Guesses checked and accepted. The calls that prove a verify method, once per
             runner, are in no figure.
     """
@@ -48,6 +49,7 @@ class RunnerStats:
     # Hundreds of lines in a large model: not part of what `print` shows.
     buffers: tuple[BufferStats, ...] = field(repr=False)
     resident_bytes: int | None
+    packed_weights: str = ""
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
 
     @property

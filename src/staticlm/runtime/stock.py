@@ -115,6 +115,7 @@ class StockProgram:
 
     def __init__(self, torch: ModuleType, lib: Any, facts: ProgramFacts) -> None:
         self.facts = facts
+        self.packed_weights = "in memory: these bindings pack for each method"
         self._torch = torch
         self.torn = tuple(name for name, method in facts.methods.items() if _torn(method))
         """Methods that plain `execute` would compute wrongly; if any, all run the safe path."""
