@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -99,3 +100,27 @@ def test_what_is_not_a_kit_is_refused(tmp_path: Path, content: str | None) -> No
         read_kit(tmp_path)
     assert caught.value.code is Code.USAGE
     assert "staticlm conformance make" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("steps", "words"),
+    [
+        ([("take", 0)], r"step 0 \(take\): session 0 is not open"),
+        ([("open", 0), ("close", 0), ("take", 0)], r"step 2 \(take\): session 0 is not open"),
+        ([("open", 0), ("reset", 1)], r"step 1 \(reset\): session 1 is not open"),
+        ([("open", 0), ("open", 0)], r"step 1 \(open\): session 0 is already open"),
+    ],
+)
+def test_a_kit_that_asks_a_session_that_is_not_open_is_refused(
+    tmp_path: Path, steps: list[tuple[str, int]], words: str
+) -> None:
+    case = {
+        "name": "one",
+        "clauses": ["C0.1"],
+        "program": "p",
+        "steps": [{"do": do, "session": session} for do, session in steps],
+    }
+    body = {"format": 1, "programs": {"p": {"file": "p.pte"}}, "cases": [case]}
+    (tmp_path / "kit.json").write_text(json.dumps(body), encoding="utf-8")
+    with pytest.raises(UsageError, match=words):
+        read_kit(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ def quiet_libraries() -> Iterator[None]:
 
 
 def _quiet_transformers() -> None:
+    # Progress bars that transformers takes from tqdm itself, not from its own switchable ones.
+    os.environ.setdefault("TQDM_DISABLE", "1")
     try:
         from transformers.utils import logging as hf_logging
     except ImportError:

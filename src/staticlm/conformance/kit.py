@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,10 +107,24 @@ def _case(directory: Path, body: Mapping[str, Any], programs: Mapping[str, Any])
         clauses=tuple(body["clauses"]),
         program=(directory / programs[body["program"]]["file"]).resolve(),
         refusal=body.get("code"),
-        steps=tuple(_step(step) for step in body.get("steps", ())),
+        steps=_steps([_step(step) for step in body.get("steps", ())]),
         expected=None if expected is None else directory / expected,
         tolerance=float(body.get("tolerance", 0.0)),
     )
+
+
+def _steps(steps: Sequence[Step]) -> tuple[Step, ...]:
+    """Steps, once each is known to ask an open session."""
+    opened: set[int] = set()
+    for index, step in enumerate(steps):
+        if (step.session in opened) is (step.do == "open"):
+            state = "already open" if step.do == "open" else "not open"
+            raise ValueError(f"step {index} ({step.do}): session {step.session} is {state}")
+        if step.do == "open":
+            opened.add(step.session)
+        elif step.do == "close":
+            opened.discard(step.session)
+    return tuple(steps)
 
 
 def _step(body: Mapping[str, Any]) -> Step:
