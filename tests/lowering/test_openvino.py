@@ -34,10 +34,12 @@ def model() -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def artifact(
     model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], Path]:
-    def make(backend: str) -> Path:
+) -> Callable[[str, str], Path]:
+    def make(backend: str, attention: str) -> Path:
         path = tmp_path_factory.mktemp("openvino") / "artifact"
-        options = staticlm.ExportOptions(context_length=40, prefill_lengths=(8,))
+        options = staticlm.ExportOptions(
+            context_length=40, prefill_lengths=(8,), attention=attention
+        )
         staticlm.export_model(model, path, options, backend=backend)
         return path
 
@@ -47,28 +49,33 @@ def artifact(
 @needs_openvino
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("backend", "delegates"),
+    ("backend", "attention", "delegates"),
     [
-        ("openvino", {"prefill": "OpenvinoBackend", "decode": "OpenvinoBackend"}),
+        ("openvino", "fused", {"prefill": "OpenvinoBackend", "decode": "OpenvinoBackend"}),
         (
             "prefill=openvino,decode=xnnpack",
+            "auto",
             {"prefill": "OpenvinoBackend", "decode": "XnnpackBackend"},
         ),
     ],
 )
 def test_validates_on_its_runtime(
     model: PreTrainedModel,
-    artifact: Callable[[str], Path],
+    artifact: Callable[[str, str], Path],
     backend: str,
+    attention: str,
     delegates: dict[str, str],
 ) -> None:
-    path = artifact(backend)
+    path = artifact(backend, attention)
     facts = read_program(path / "model.pte")
     for name, method in facts.methods.items():
         assert {d.backend for d in method.delegates} == {delegates[name]}
         # The writes stay outside and in place: a chunk of rows, not a copy of the cache.
         assert method.operators["aten::index_put_"] == 4
         assert not any(op.startswith("aten::copy") for op in method.operators)
+        if attention == "fused":
+            # Whole, inside the delegate: nothing of attention is left outside.
+            assert not any("softmax" in op or "bmm" in op for op in method.operators)
     result = validate(path, model)
     assert result.passed, result
 

@@ -40,6 +40,7 @@ class AttentionCall:
 
     Args:
         owner: The layer whose keys these are: another one where layers share keys and values.
+        softcap: Limit of the scores, or None.
     """
 
     layer: int
@@ -49,6 +50,7 @@ class AttentionCall:
     value_width: int
     sliding_window: int | None
     owner: int
+    softcap: float | None
     key: Tensor = field(repr=False, compare=False)
 
 
@@ -196,7 +198,8 @@ def static_attention(
     if calls is not None:
         window = kwargs.get("sliding_window")
         owner = next((c.owner for c in calls if c.key is key), layer)
-        calls.append(AttentionCall(layer, heads, kv_heads, width, value_width, window, owner, key))
+        widths = width, value_width
+        calls.append(AttentionCall(layer, heads, kv_heads, *widths, window, owner, softcap, key))
         return query.new_zeros((1, step, heads, value_width)), None
     chunk = _chunk.get()
     if chunk is None:
@@ -213,7 +216,8 @@ def static_attention(
     sinks = None if s_aux is None else _sink_rows(s_aux, kv_heads, groups, step)
     read = chunk.read[owner]
     if read == 0:
-        out = _alone(rows, new_key, new_value, chunk.chunk_mask(layer, groups), softcap, sinks)
+        alone = _fused_alone if chunk.mode == "fused" else _alone
+        out = alone(rows, new_key, new_value, chunk.chunk_mask(layer, groups), softcap, sinks)
         out = out.reshape(1, heads, step, value_width).transpose(1, 2)
         return out.contiguous(), None
     caches = (
@@ -331,6 +335,57 @@ def _concat(
     return torch.bmm(weights, values)
 
 
+def _fused(
+    rows: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    new_key: Tensor,
+    new_value: Tensor,
+    past_mask: Tensor,
+    chunk_mask: Tensor | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """One attention operator over the cache and the chunk, for backends that have a kernel for it."""
+    count = rows.shape[1]
+    own = past_mask.new_zeros((count, 1)) if chunk_mask is None else chunk_mask
+    mask = torch.cat([past_mask.expand(count, past_mask.shape[1]), own], dim=-1)
+    keys = torch.cat([key_cache, new_key], dim=1)
+    values = torch.cat([value_cache, new_value], dim=1)
+    return _operator(rows, keys, values, mask, sinks)
+
+
+def _fused_alone(
+    rows: Tensor,
+    new_key: Tensor,
+    new_value: Tensor,
+    chunk_mask: Tensor | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    mask = rows.new_zeros((rows.shape[1], new_key.shape[1])) if chunk_mask is None else chunk_mask
+    return _operator(rows, new_key, new_value, mask, sinks)
+
+
+def _operator(
+    rows: Tensor, keys: Tensor, values: Tensor, mask: Tensor, sinks: Tensor | None
+) -> Tensor:
+    """`scaled_dot_product_attention` of `[kv heads, rows, width]`.
+
+    A sink is one more key of zeros, whose score is its mask, with a value of zeros.
+    """
+    mask = mask[None, None]
+    if sinks is not None:
+        keys = torch.nn.functional.pad(keys, (0, 0, 0, 1))
+        values = torch.nn.functional.pad(values, (0, 0, 0, 1))
+        mask = mask.expand(1, *sinks.shape[:2], mask.shape[-1])
+        mask = torch.cat([mask, sinks.to(mask.dtype)[None]], dim=-1)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        rows[None], keys[None], values[None], attn_mask=mask, scale=1.0
+    )
+    return out[0]
+
+
 def _stepwise(
     mode: str,
     rows: Tensor,
@@ -368,7 +423,11 @@ def _stepwise(
     return torch.bmm(on_cache, values) + torch.bmm(on_own, new[1])
 
 
-_MODES: dict[str, Callable[..., Tensor]] = {"split": _split, "concat": _concat}
+_MODES: dict[str, Callable[..., Tensor]] = {
+    "split": _split,
+    "concat": _concat,
+    "fused": _fused,
+}
 MODES = tuple(_MODES)
 """The attention modes that can be traced."""
 

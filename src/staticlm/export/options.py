@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from staticlm.contract import FLOAT_DTYPES, LogitsRows
 from staticlm.errors import Code, ExportError
 
-ATTENTION = ("auto", "split", "concat")
+ATTENTION = ("auto", "split", "concat", "fused")
 
 QUANTIZE = ("8da4w", "int8")
 """Schemes for linear weights."""
@@ -27,7 +27,8 @@ class ExportOptions:
         prefill_lengths: Tokens per call of each prefill method.
         dtype: Computation dtype of the model (`float32`, `float16`, `bfloat16`).
         cache_dtype: Dtype of the caches; the computation dtype when None.
-        attention: `split`, `concat`, or `auto` (chosen per backend and method).
+        attention: `split`, `concat`, `fused` (one attention operator, for backends that have a kernel
+            for it), or `auto` (chosen per backend and method).
         logits: Rows of logits of the prefill methods: `last` or `all`.
         verify_length: Tokens per call of a verify method with all rows of logits; None for no method.
         quantize: `8da4w` (int4 weights in groups of 32) or `int8` (int8 weights per channel), both
@@ -69,6 +70,13 @@ class ExportOptions:
             if self.verify_length > self.context_length:
                 raise _invalid(
                     "--verify-length", self.verify_length, f"at most {self.context_length}"
+                )
+            if self.attention == "fused":
+                # Its rows must sum what a step sums, in the same order: the operator's own is unknown.
+                raise _invalid(
+                    "--attention of a program with --verify-length",
+                    "fused",
+                    "auto, split or concat",
                 )
         prefixes = self.prefixes or ()
         for prefix in prefixes:

@@ -111,7 +111,12 @@ def plan_contract(
     producers: dict[str, str],
     backends: dict[str, str] | None = None,
 ) -> Contract:
-    """The contract that the exported methods will keep."""
+    """The contract that the exported methods will keep.
+
+    Raises:
+        ExportError: `MODEL_UNSUPPORTED`: fused attention of a model that caps its scores.
+    """
+    _check_fused(traits, plans)
     caches = plan_caches(traits, options)
     methods = []
     for plan in plans:
@@ -152,6 +157,18 @@ def plan_contract(
         eos_ids=tuple(dict.fromkeys(eos_ids)),
         producers=producers,
     )
+
+
+def _check_fused(traits: ModelTraits, plans: Sequence[MethodPlan]) -> None:
+    capped = [layer for layer in traits.layers if layer.softcap is not None]
+    if capped and any(plan.attention == "fused" for plan in plans):
+        raise ExportError(
+            Code.MODEL_UNSUPPORTED,
+            f"fused attention of layer {capped[0].index}",
+            found=f"scores capped at {capped[0].softcap:g}",
+            expected="plain scores: the operator knows no cap",
+            remedy="Use --attention split or concat.",
+        )
 
 
 def export_programs(

@@ -40,6 +40,7 @@ class LayerTraits:
         owner: The layer whose caches it reads: itself, or an earlier one that it shares them with.
         chunk: Length of the attention chunks that a layer does not look out of; None for no limit, or
             where the whole capacity is one chunk.
+        softcap: Limit of its attention scores; None for no limit.
     """
 
     index: int
@@ -51,6 +52,7 @@ class LayerTraits:
     value_width: int
     owner: int
     chunk: int | None = None
+    softcap: float | None = None
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,7 @@ def inspect_model(model: PreTrainedModel, capacity: int) -> ModelTraits:
                 call.value_width,
                 call.owner,
                 chunk,
+                call.softcap,
             )
         )
         owner = layers[call.owner]

@@ -1,4 +1,4 @@
-"""A partitioner for OpenVINO that leaves out what it was told to leave out.
+"""A partitioner for OpenVINO that leaves out what it was told to leave out, and keeps attention whole.
 
 ExecuTorch's own looks at the operators to skip only after it took every operator that OpenVINO supports,
 so that nothing supported can be skipped. Importing this module needs openvino and nncf.
@@ -6,14 +6,18 @@ so that nothing supported can be skipped. Importing this module needs openvino a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from executorch.backends.openvino.partitioner import OpenvinoOperatorsSupport, OpenvinoPartitioner
 from executorch.exir.backend.partitioner import PartitionResult
 from executorch.exir.backend.utils import tag_constant_data
 from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
+
+_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 
 
 class _Support(OpenvinoOperatorsSupport):  # type: ignore[misc]
@@ -26,6 +30,13 @@ class _Support(OpenvinoOperatorsSupport):  # type: ignore[misc]
 
 class SkippingPartitioner(OpenvinoPartitioner):  # type: ignore[misc]
     """Takes `op_types_to_skip` and `op_names_to_skip` at their word."""
+
+    def ops_to_not_decompose(
+        self, ep: ExportedProgram
+    ) -> tuple[list[torch._ops.OpOverload], Callable[[Node], bool] | None]:
+        """What ExecuTorch's keeps, and attention: OpenVINO has a kernel for it."""
+        kept, wanted = super().ops_to_not_decompose(ep)
+        return [*kept, _ATTENTION], wanted
 
     def partition(self, exported_program: ExportedProgram) -> PartitionResult:
         """Tag what OpenVINO is to run."""
