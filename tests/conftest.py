@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.support.sources import source_stamp
 
 from staticlm import demo
 from staticlm.cli import main
@@ -19,11 +19,10 @@ from staticlm.cli import main
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 ROOT = Path(__file__).parent.parent
-SOURCES = ("contract", "export", "lowering", "build.py", "demo.py")
 
 CLI = Callable[..., subprocess.CompletedProcess[str]]
 
-LONGEST = ("test_whole_path", "test_model_table", "test_speculation", "test_kit", "test_exported")
+LONGEST = ("test_whole_path", "test_model_table", "test_speculation", "test_kit")
 """Modules to start with, so that no process is left with a long one at the end."""
 
 
@@ -84,7 +83,7 @@ def smollm2(cli: CLI, smollm2_source: Path) -> Path:
     """
     artifact = ROOT / "artifacts" / "smollm2-test"
     stamp = artifact.with_suffix(".stamp")
-    wanted = _stamp()
+    wanted = source_stamp()
     if (
         not (artifact / "export.json").is_file()
         or not stamp.is_file()
@@ -97,20 +96,3 @@ def smollm2(cli: CLI, smollm2_source: Path) -> Path:
         assert report["methods"] == {**wide, "prefill_to_0": 128, "decode_to_256": 1}
         stamp.write_text(wanted, encoding="utf-8")
     return artifact
-
-
-def _stamp() -> str:
-    digest = hashlib.sha256()
-    for file in _source_files():
-        digest.update(str(file.relative_to(ROOT)).encode())
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
-
-
-def _source_files() -> Sequence[Path]:
-    package = ROOT / "src" / "staticlm"
-    found: list[Path] = []
-    for name in SOURCES:
-        path = package / name
-        found += [path] if path.is_file() else sorted(path.rglob("*.py"))
-    return found

@@ -60,7 +60,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model directory with a tokenizer and a chat template."""
     path = tmp_path_factory.mktemp("readme") / "model"
     build(
-        "Llama", vocab_size=264, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        "Llama", vocab_size=264, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048,
         bos_token_id=256, eos_token_id=257,
     ).save_pretrained(path)  # fmt: skip

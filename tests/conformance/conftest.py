@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from staticlm.cli import main
 from staticlm.conformance.kit import Kit, read_kit
 from staticlm.conformance.protocol import Refused, read_calls
 
@@ -21,10 +24,16 @@ MINI_RUNNER = ROOT / "examples" / "mini_runner.py"
 
 @pytest.fixture(scope="session")
 def kit(tmp_path_factory: pytest.TempPathFactory) -> Kit:
-    """The kit of toy programs."""
-    from staticlm.conformance.make import make_kit
-
-    return read_kit(make_kit(tmp_path_factory.mktemp("conformance") / "kit"))
+    """The kit with toy programs and exported ones, made once for all processes that run tests."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    with (base / "kit.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (base / "kit").exists():
+            with pytest.raises(SystemExit) as done:
+                main(["conformance", "make", str(base / "kit"), "--exported"])
+            assert done.value.code == 0
+    return read_kit(base / "kit")
 
 
 class InProcess:

@@ -13,11 +13,16 @@ from tests.conformance.conftest import MINI_RUNNER, InProcess, in_process_mini, 
 
 from staticlm.conformance.adapter import Adapter
 from staticlm.conformance.cases import CASES
+from staticlm.conformance.exported import EXPORTED_CASES
 from staticlm.conformance.kit import Kit
 from staticlm.conformance.malformed import FILES, VARIANTS
 from staticlm.conformance.run import Report, default_command, failures, run_case, run_kit
 
-NAMES = [*(c.name for c in CASES), *(v.name for v in VARIANTS), *(f.name for f in FILES)]
+NAMES = [
+    *(c.name for c in (*CASES, *EXPORTED_CASES)),
+    *(v.name for v in VARIANTS),
+    *(f.name for f in FILES),
+]
 
 
 @pytest.fixture(scope="session")

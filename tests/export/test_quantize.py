@@ -21,6 +21,7 @@ COMMON: dict[str, Any] = {"context_length": 32, "prefill_lengths": (8,)}
 
 def source(prefix: str = "Llama") -> Any:
     settings = {**models._COMMON, "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96}
+    settings["num_hidden_layers"] = 1
     return models.build(prefix, **settings, tie_word_embeddings=True)
 
 

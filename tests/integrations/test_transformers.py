@@ -24,7 +24,9 @@ SETTINGS: dict[str, Any] = {"context_length": 32, "prefill_lengths": [4]}
 
 @pytest.fixture(scope="module")
 def source() -> Any:
-    return models.FAMILIES["llama"]()
+    return models.build(
+        "Llama", **{**models._COMMON, "num_hidden_layers": 1}, tie_word_embeddings=True
+    )
 
 
 @pytest.fixture(scope="module")
