@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from staticlm import __version__
+from staticlm.backend_choice import AUTO, BackendChoice, check_auto_options, choose_backend
 from staticlm.contract import Contract
 from staticlm.contract.program import ProgramFacts
-from staticlm.errors import Code, ExportError, StaticLMError
+from staticlm.errors import Code, ExportError, LoweringError, StaticLMError
 from staticlm.export.ids import end_ids, first_id
 from staticlm.export.options import ExportOptions, default_prefixes
 
@@ -45,6 +46,7 @@ class ExportReport:
         seconds: Duration of every stage.
         records: Every pass that changed a graph while lowering.
         metadata: What `export.json` records of the program.
+        choice: What backend `auto` measured and chose; None where a backend was named.
     """
 
     path: Path
@@ -54,6 +56,7 @@ class ExportReport:
     seconds: dict[str, float] = field(default_factory=dict)
     records: tuple[PassRecord, ...] = ()
     metadata: dict[str, Any] = field(default_factory=dict)
+    choice: BackendChoice | None = None
 
 
 def export_model(
@@ -73,8 +76,8 @@ def export_model(
         model: A model directory, a GGUF file, a hub id, or a loaded transformers model.
         output: The directory to make. It is written beside itself and renamed into place.
         options: Lengths, dtypes, attention mode, logits rows.
-        backend: A backend for all methods (`xnnpack`), or one per method
-            (`prefill=openvino,decode=xnnpack`).
+        backend: A backend for all methods (`xnnpack`), one per method
+            (`prefill=openvino,decode=xnnpack`), or `auto`: the fastest of this machine, measured.
         backend_options: Options of the backend, by name.
         tokenizer: transformers tokenizer to save along, for a model that is already loaded.
         overwrite: Replace `output` if it is an artifact directory.
@@ -93,11 +96,21 @@ def export_model(
     options = options or ExportOptions()
     output = Path(output)
     _check_output(output, overwrite)
-    options, targets = settle(options, backend, backend_options or {})
-    check_scheme(options, [target.label for target in targets.values()])
     clock = _Clock(progress)
-    clock("load")
-    source = load_source(model, options.dtype)
+    source, choice = None, None
+    own_options = dict(backend_options or {})
+    if backend == AUTO:
+        check_auto_options(own_options)
+        clock("load")
+        source = load_source(model, options.dtype)
+        clock("choose the backend")
+        choice = choose_backend(source.model, options, own_options, progress)
+        backend, own_options = choice.backend, choice.own_options(own_options)
+    options, targets = settle(options, backend, own_options)
+    check_scheme(options, [target.label for target in targets.values()])
+    if source is None:
+        clock("load")
+        source = load_source(model, options.dtype)
     source = replace(source, model=quantize_model(source.model, options))
     config = source.model.config
     text_config = config.get_text_config(decoder=True)
@@ -142,6 +155,7 @@ def export_model(
         seconds=clock.finish(),
         records=lowered.records,
         metadata=metadata,
+        choice=choice,
     )
 
 
@@ -151,34 +165,39 @@ def settle(
     """The backend of every method, and the options with what they leave open filled in.
 
     Raises:
-        LoweringError: The backend specification, a backend or its options cannot be used.
+        LoweringError: The backend specification, a backend or its options cannot be used; `auto` among
+            them, which needs the model.
     """
     from staticlm.export.programs import plan_methods
-    from staticlm.lowering.targets import resolve_targets
+    from staticlm.lowering.backends import get_backend
+    from staticlm.lowering.targets import assign_backends, resolve_targets
 
-    def targets(of: ExportOptions) -> dict[str, Target]:
-        return resolve_targets(
-            backend,
-            backend_options,
-            {
-                plan.name: (
-                    plan.step,
-                    of.context_length if plan.max_start is None else plan.max_start,
-                )
-                for plan in plan_methods(of, lambda method: "split")
-            },
-            attention=of.attention,
-            dtype=of.dtype,
-            cache_dtype=of.cache_dtype or of.dtype,
+    if backend == AUTO:
+        raise LoweringError(
+            Code.USAGE,
+            "the backend",
+            found=AUTO,
+            expected="a backend by name: only an export measures",
         )
-
-    found = targets(options)
-    if options.prefixes is not None:
-        return options, found
-    shared = all(target.backend.shares_weights for target in found.values())
-    prefixes = default_prefixes(options.context_length) if shared else ()
-    options = replace(options, prefixes=prefixes)
-    return options, targets(options)
+    if options.prefixes is None:
+        wide = plan_methods(replace(options, prefixes=()), lambda method: "split")
+        names = set(assign_backends(backend, [plan.name for plan in wide]).values())
+        shared = all(get_backend(name).shares_weights for name in names)
+        prefixes = default_prefixes(options.context_length) if shared else ()
+        options = replace(options, prefixes=prefixes)
+    capacity = options.context_length
+    targets = resolve_targets(
+        backend,
+        backend_options,
+        {
+            plan.name: (plan.step, capacity if plan.max_start is None else plan.max_start)
+            for plan in plan_methods(options, lambda method: "split")
+        },
+        attention=options.attention,
+        dtype=options.dtype,
+        cache_dtype=options.cache_dtype or options.dtype,
+    )
+    return options, targets
 
 
 def producers() -> dict[str, str]:

@@ -48,7 +48,9 @@ def run(
     cache_dtype: Annotated[
         str | None, typer.Option(help="Dtype of the caches.  [default: the computation dtype]")
     ] = None,
-    attention: Annotated[str, typer.Option(help="Attention mode: auto, split or concat.")] = "auto",
+    attention: Annotated[
+        str, typer.Option(help="Attention mode: auto, split, concat or fused.")
+    ] = "auto",
     logits: Annotated[
         str, typer.Option(help="Rows of logits that prefill returns: last or all.")
     ] = "last",
@@ -60,7 +62,10 @@ def run(
         int | None, typer.Option(help="Bits of the embedding table: 8 or 4.")
     ] = None,
     backend: Annotated[
-        str, typer.Option(help="One backend, or one per method: prefill=NAME,decode=NAME.")
+        str,
+        typer.Option(
+            help="One backend, one per method: prefill=NAME,decode=NAME, or auto: measured."
+        ),
     ] = "xnnpack",
     backend_option: Annotated[
         list[str] | None, typer.Option(help="NAME=VALUE for the backend; repeat for several.")
@@ -142,6 +147,9 @@ def run(
     if verbose:
         for record in report.records:
             console.print(f"pass  {record}", highlight=False)
+    if report.choice is not None:
+        for line in report.choice.lines():
+            console.print(f"auto  {line}", highlight=False)
     outside = outside_delegates(report.facts) if explain else ()
     summary = {
         "path": str(report.path),
@@ -152,6 +160,8 @@ def run(
         "shared_bytes": report.shared_bytes,
         "seconds": {stage: round(spent, 2) for stage, spent in report.seconds.items()},
     }
+    if report.choice is not None:
+        summary["backend_choice"] = dataclasses.asdict(report.choice)
     if explain:
         summary["outside"] = [dataclasses.asdict(one) for one in outside]
     if as_json:

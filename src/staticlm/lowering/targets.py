@@ -54,7 +54,7 @@ def resolve_targets(
     Raises:
         LoweringError: An unknown backend, method or option; a mode or dtype that the backend lacks.
     """
-    names = _assign(spec, list(methods))
+    names = assign_backends(spec, list(methods))
     used = {name: get_backend(name) for name in dict.fromkeys(names.values())}
     routed = {name: _own_options(name, options, list(used)) for name in used}
     for name, backend in used.items():
@@ -91,7 +91,12 @@ def resolve_targets(
     return targets
 
 
-def _assign(spec: str, methods: Sequence[str]) -> dict[str, str]:
+def assign_backends(spec: str, methods: Sequence[str]) -> dict[str, str]:
+    """The name of every method's backend.
+
+    Raises:
+        LoweringError: `USAGE`: the specification cannot be read, or does not fit the methods.
+    """
     if "=" not in spec:
         return dict.fromkeys(methods, spec.strip())
     given: dict[str, str] = {}

@@ -64,6 +64,10 @@ class Backend:
         """
         return choose_attention(self.name, step, slots, self.attention_modes[0])
 
+    def precision(self, dtype: str) -> str:
+        """The dtype that it computes in on this machine when it is asked for `dtype`."""
+        return dtype
+
     def route(self, options: Mapping[str, Any]) -> Routed:
         """Check typed options and sort them by destination.
 

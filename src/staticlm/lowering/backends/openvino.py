@@ -28,6 +28,7 @@ class OpenVINO(Backend):
     summary = "Intel CPUs, GPUs and NPUs through OpenVINO"
     dtypes = ("float32", "float16", "bfloat16")
     cache_dtypes = ("float32", "float16", "bfloat16")
+    attention_modes = ("split", "concat", "fused")
     runs_on_host = True
     options = OptionTable(
         "openvino",
@@ -72,6 +73,13 @@ class OpenVINO(Backend):
                 expected=f"a release of {' or '.join(v.rstrip('.') for v in VERSIONS)}",
                 remedy=remedy,
             )
+
+    def precision(self, dtype: str) -> str:
+        """bfloat16 where the processor has units for it: the delegate passes no hint on."""
+        from openvino import Core
+
+        hint = str(Core().get_property("CPU", "INFERENCE_PRECISION_HINT"))
+        return "bfloat16" if "bfloat16" in hint or "bf16" in hint else dtype
 
     def partitioners(self, method: str, options: Mapping[str, Any]) -> list[OpenvinoPartitioner]:
         """One `OpenvinoPartitioner` that leaves out what it was told to."""
