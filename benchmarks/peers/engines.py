@@ -93,6 +93,58 @@ def executorch(path: str, threads: int, options: dict[str, Any]) -> Engine:
         times = first - begun, now() - first
 
 
+def static_cache(config: Any, context: int) -> Any:
+    """A `StaticCache` of transformers with tensors in it."""
+    import torch
+    from transformers import StaticCache
+
+    cache = StaticCache(config=config, max_cache_len=context)
+    cache.early_initialization(
+        batch_size=1,
+        num_heads=config.num_key_value_heads,
+        head_dim=config.hidden_size // config.num_attention_heads,
+        dtype=torch.float32,
+        device="cpu",
+    )
+    return cache
+
+
+def transformers_executorch(path: str, threads: int, options: dict[str, Any]) -> Engine:
+    """transformers' own ExecuTorch exporter and runner: one program for each length."""
+    import torch
+    from executorch.extension.pybindings import portable_lib as lib
+    from transformers import AutoConfig
+    from transformers.exporters.base import ExportedModel
+
+    lib._unsafe_reset_threadpool(threads)
+    torch.set_num_threads(threads)
+    parts = {int(one.name): one for one in Path(path).iterdir() if one.name.isdecimal()}
+    models = {length: ExportedModel.from_pretrained(one) for length, one in parts.items()}
+    config = AutoConfig.from_pretrained(parts[1])
+    times: Times | None = None
+    while True:
+        ids, count = yield times
+        cache = static_cache(config, options.get("context", 1024))
+
+        def step(tokens: list[int]) -> int:
+            nonlocal cache
+            with torch.inference_mode():
+                out = models[len(tokens)](input_ids=torch.tensor([tokens]), cache=cache)
+            cache = out.cache
+            return int(out.logits[0, -1].argmax())
+
+        begun = now()
+        token, longest, rest = 0, max(models), list(ids)
+        while rest:
+            size = longest if len(rest) >= longest else 1
+            token = step(rest[:size])
+            rest = rest[size:]
+        first = now()
+        for _ in range(count):
+            token = step([token])
+        times = first - begun, now() - first
+
+
 def llamacpp(path: str, threads: int, options: dict[str, Any]) -> Engine:
     """llama.cpp through its C interface, flash attention on."""
     import ctypes
@@ -198,5 +250,8 @@ def openvino(path: str, threads: int, options: dict[str, Any]) -> Engine:
 
 ENGINES: dict[str, Callable[[str, int, dict[str, Any]], Engine]] = {
     one.__name__: one
-    for one in (staticlm, transformers, executorch, llamacpp, ctranslate2, openvino)
+    for one in (
+        *(staticlm, transformers, transformers_executorch, executorch),
+        *(llamacpp, ctranslate2, openvino),
+    )
 }

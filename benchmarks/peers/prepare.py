@@ -80,10 +80,17 @@ def executorch(*options: str) -> Make:
     return make
 
 
+def transformers_executorch(source: Path, to: Path) -> list[list[str]]:
+    """transformers' own exporter, a program for a chunk and one for a token."""
+    script = str(HERE / "transformers_exporter.py")
+    return [[sys.executable, script, str(source), str(to), str(CONTEXT), str(CHUNKS[0]), "1"]]
+
+
 FORMS: dict[str, Make] = {
     "staticlm-float32": ours("--verify-length", str(VERIFY)),
     "staticlm-int8": ours("--quantize", "int8", "--quantize-embedding", "8"),
     "staticlm-8da4w": ours("--quantize", "8da4w", "--quantize-embedding", "8"),
+    "transformers-executorch": transformers_executorch,
     "llamacpp-f32.gguf": gguf("F32"),
     "llamacpp-q8_0.gguf": gguf("Q8_0"),
     "llamacpp-q4_0.gguf": gguf("Q4_0"),

@@ -49,6 +49,10 @@ class Entry:
 ENTRIES = (
     Entry("StaticLM float32", "float32", "staticlm", "staticlm-float32"),
     Entry("transformers eager float32", "float32", "transformers", "source"),
+    Entry(
+        *("transformers' ExecuTorch exporter float32", "float32"),
+        *("transformers_executorch", "transformers-executorch"),
+    ),
     Entry("ExecuTorch export_llm float32", "float32", "executorch", "executorch-fp32.pte"),
     Entry("llama.cpp f32", "float32", "llamacpp", "llamacpp-f32.gguf", True),
     Entry("CTranslate2 float32", "float32", "ctranslate2", "ctranslate2-float32", True),
