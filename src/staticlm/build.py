@@ -19,7 +19,7 @@ from staticlm.backend_choice import AUTO, BackendChoice, check_auto_options, cho
 from staticlm.contract import Contract
 from staticlm.contract.program import ProgramFacts
 from staticlm.errors import Code, ExportError, LoweringError, StaticLMError
-from staticlm.export.ids import end_ids, first_id
+from staticlm.export.ids import model_ids
 from staticlm.export.options import ExportOptions, default_prefixes
 
 if TYPE_CHECKING:
@@ -112,21 +112,15 @@ def export_model(
         clock("load")
         source = load_source(model, options.dtype)
     source = replace(source, model=quantize_model(source.model, options))
-    config = source.model.config
-    text_config = config.get_text_config(decoder=True)
-    generation = getattr(source.model, "generation_config", None)
     source_tokenizer = tokenizer if tokenizer is not None else source.tokenizer
+    bos_id, eos_ids = model_ids(source.model, source_tokenizer)
     exported = export_programs(
         source.model,
         options,
         attention=lambda method: targets[method].attention,
         attention_why=lambda method: targets[method].attention_why,
-        bos_id=first_id(getattr(text_config, "bos_token_id", None)),
-        eos_ids=end_ids(
-            getattr(generation, "eos_token_id", None),
-            getattr(text_config, "eos_token_id", None),
-            getattr(source_tokenizer, "eos_token_id", None),
-        ),
+        bos_id=bos_id,
+        eos_ids=eos_ids,
         producers=producers(),
         backends={name: target.label for name, target in targets.items()},
         progress=clock,

@@ -11,10 +11,12 @@ import pytest
 from tests.support import families, models
 from typer.testing import CliRunner
 
+from staticlm.build import export_model
 from staticlm.cli import app
 from staticlm.errors import Code, ExportError, LoweringError
 from staticlm.export.dryrun import plan_export
 from staticlm.export.options import ExportOptions
+from staticlm.export.programs import plan_methods
 
 TIED = "the tied embedding table"
 OPTIONS = ExportOptions(context_length=48, prefill_lengths=(8,))
@@ -138,3 +140,28 @@ def test_the_command(tmp_path: Path) -> None:
     text = CliRunner().invoke(app("export"), line).stdout
     assert "3 x sliding attention, window 11" in text
     assert not list(tmp_path.glob("**/*.pte"))
+
+
+@pytest.mark.parametrize("name", ["bos_token_id", "eos_token_id"])
+def test_ids_that_the_vocabulary_has_not_are_refused(name: str, tmp_path: Path) -> None:
+    model = models.build("Llama", **{**models._COMMON, name: models.VOCABULARY})
+    for refuse in (
+        lambda: plan_export(model, OPTIONS),
+        lambda: export_model(model, tmp_path / "a", OPTIONS),
+    ):
+        with pytest.raises(ExportError, match="found 96; expected less than 96") as refused:
+            refuse()
+        assert refused.value.code is Code.MODEL_INVALID
+    assert not (tmp_path / "a").exists()
+
+
+def test_auto_does_not_choose_what_a_model_or_a_verify_method_rules_out() -> None:
+    def mode(capped: bool, **options: Any) -> set[str]:
+        chosen = ExportOptions(context_length=48, prefill_lengths=(8,), **options)
+        plans = plan_methods(chosen, lambda method: "fused", capped=capped)
+        return {plan.attention.removeprefix("stepwise-") for plan in plans}
+
+    assert mode(False) == {"fused"}
+    assert mode(True) == {"split"}
+    assert mode(False, verify_length=4) == {"split"}
+    assert mode(True, attention="fused") == {"fused"}  # asked for: refused where it is planned

@@ -125,6 +125,8 @@ EXTRA: dict[str, Build] = {
         n_head=4,
         n_positions=POSITIONS,
         rotary_dim=4,
+        bos_token_id=1,
+        eos_token_id=2,
         initializer_range=0.3,
     ),
     "gpt_bigcode": lambda: build(
@@ -135,6 +137,8 @@ EXTRA: dict[str, Build] = {
         n_layer=2,
         n_head=4,
         multi_query=True,
+        bos_token_id=1,
+        eos_token_id=2,
         initializer_range=0.3,
     ),
 }

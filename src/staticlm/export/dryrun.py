@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from staticlm.contract import DTYPE_BYTES, Contract
+from staticlm.export.ids import check_ids, model_ids
 from staticlm.export.options import ExportOptions
 from staticlm.export.programs import plan_contract, plan_methods
 from staticlm.export.quantize import GROUP, check_scheme, quantizable
@@ -98,12 +99,14 @@ def plan_export(
     check_scheme(options, [target.label for target in targets.values()])
     empty = model if isinstance(model, PreTrainedModel) else meta_source(model).model
     traits = inspect_model(empty, options.context_length)
+    bos_id, eos_ids = model_ids(empty)
+    check_ids([bos_id, *eos_ids], traits.vocab_size)
     contract = plan_contract(
         traits,
         options,
-        plan_methods(options, lambda method: targets[method].attention),
-        bos_id=None,
-        eos_ids=(),
+        plan_methods(options, lambda method: targets[method].attention, capped=traits.capped),
+        bos_id=bos_id,
+        eos_ids=eos_ids,
         producers={},
         backends={name: target.label for name, target in targets.items()},
     )

@@ -25,6 +25,7 @@ from staticlm.contract import (
 )
 from staticlm.errors import Code, ExportError
 from staticlm.export.decoder import STEPWISE, TORCH_DTYPES, MethodPlan, StaticDecoder
+from staticlm.export.ids import check_ids
 from staticlm.export.options import ExportOptions
 from staticlm.export.selfcheck import check_against_source
 from staticlm.export.static_form import use_static_form
@@ -49,6 +50,7 @@ def plan_methods(
     options: ExportOptions,
     attention: Callable[[str], str],
     attention_why: Callable[[str], str] = lambda method: "",
+    capped: bool = False,
 ) -> tuple[MethodPlan, ...]:
     """The methods that options ask for.
 
@@ -56,6 +58,7 @@ def plan_methods(
         options: Lengths, logits rows and prefixes.
         attention: Attention mode of a method, by its name; a verify method takes decode's.
         attention_why: Why it was chosen.
+        capped: Whether some layer caps its scores, which the operator of fused attention cannot.
     """
 
     def plan(
@@ -63,8 +66,11 @@ def plan_methods(
     ) -> MethodPlan:
         verify = role is MethodRole.VERIFY
         like = name.replace("verify", "decode") if verify else name
-        mode = STEPWISE + attention(like) if verify else attention(like)
-        return MethodPlan(name, role, step, rows, mode, max_start, attention_why(like))
+        mode, why = attention(like), attention_why(like)
+        if mode == "fused" and options.attention == "auto" and (capped or options.verify_length):
+            mode, why = "split", "fused attention knows no cap, and its rows no order of sums"
+        mode = STEPWISE + mode if verify else mode
+        return MethodPlan(name, role, step, rows, mode, max_start, why)
 
     plans = []
     for position, length in enumerate(sorted(options.prefill_lengths, reverse=True)):
@@ -160,12 +166,12 @@ def plan_contract(
 
 
 def _check_fused(traits: ModelTraits, plans: Sequence[MethodPlan]) -> None:
-    capped = [layer for layer in traits.layers if layer.softcap is not None]
-    if capped and any(plan.attention == "fused" for plan in plans):
+    if traits.capped and any(plan.attention == "fused" for plan in plans):
+        first = next(layer for layer in traits.layers if layer.softcap is not None)
         raise ExportError(
             Code.MODEL_UNSUPPORTED,
-            f"fused attention of layer {capped[0].index}",
-            found=f"scores capped at {capped[0].softcap:g}",
+            f"fused attention of layer {first.index}",
+            found=f"scores capped at {first.softcap:g}",
             expected="plain scores: the operator knows no cap",
             remedy="Use --attention split or concat.",
         )
@@ -203,7 +209,8 @@ def export_programs(
     model.eval()
     progress("inspect")
     traits = inspect_model(model, options.context_length)
-    plans = plan_methods(options, attention, attention_why)
+    check_ids([bos_id, *eos_ids], traits.vocab_size)
+    plans = plan_methods(options, attention, attention_why, traits.capped)
     contract = plan_contract(
         traits,
         options,

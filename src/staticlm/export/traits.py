@@ -67,6 +67,11 @@ class ModelTraits:
     rope_types: tuple[str, ...]
     tied: bool
 
+    @property
+    def capped(self) -> bool:
+        """Whether some layer caps its attention scores."""
+        return any(layer.softcap is not None for layer in self.layers)
+
 
 def inspect_model(model: PreTrainedModel, capacity: int) -> ModelTraits:
     """Inspect a model (its weights may be on the meta device) and refuse what is not provably right.

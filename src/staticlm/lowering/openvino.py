@@ -18,6 +18,7 @@ from torch.fx import Node
 from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+_ATTENTION_NAME = "aten.scaled_dot_product_attention.default"
 
 
 class _Support(OpenvinoOperatorsSupport):  # type: ignore[misc]
@@ -25,6 +26,8 @@ class _Support(OpenvinoOperatorsSupport):  # type: ignore[misc]
         name = getattr(node.target, "__name__", str(node.target))
         if name in self._op_types_to_skip or node.name in self._op_names_to_skip:
             return False
+        if node.op == "call_function" and name == _ATTENTION_NAME:
+            return True
         return bool(super().is_node_supported(submodules, node))
 
 
