@@ -1,6 +1,6 @@
-"""Which attention mode is faster: split or concat, by backend, tokens per call and slots read.
+"""Which attention mode is faster, by backend, tokens per call and slots read.
 
-    python benchmarks/attention.py [--rounds 5] [--threads 2]
+    python benchmarks/attention.py [--backend xnnpack] [--rounds 5] [--threads 2]
 
 The rows that it prints are the ones recorded in `staticlm.lowering.attention_choice`. Each is the time
 of one layer's share of a call: a model of `LAYERS` layers with SmolLM2's heads and hardly anything but
@@ -20,11 +20,11 @@ import transformers
 
 import staticlm
 from staticlm.export.options import ExportOptions
+from staticlm.lowering.backends import get_backend
 from staticlm.runtime.plan import Call
 
 LAYERS = 4
 SHAPES = ((1, 256), (1, 1024), (1, 4096), (128, 256), (128, 1024), (128, 4096))
-MODES = ("split", "concat")
 CALLS = {1: 60, 128: 8}
 
 
@@ -33,7 +33,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--backend", default="xnnpack")
     arguments = parser.parse_args()
+    modes = get_backend(arguments.backend).attention_modes
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=64,
@@ -47,7 +49,7 @@ def main() -> None:
     model = transformers.LlamaForCausalLM(config).eval()
     with tempfile.TemporaryDirectory() as work:
         for slots in sorted({slots for _, slots in SHAPES}):
-            paths = {mode: Path(work) / f"{mode}-{slots}" for mode in MODES}
+            paths = {mode: Path(work) / f"{mode}-{slots}" for mode in modes}
             for mode, path in paths.items():
                 options = ExportOptions(
                     context_length=slots,
@@ -55,13 +57,13 @@ def main() -> None:
                     attention=mode,
                     prefixes=(),
                 )
-                staticlm.export_model(model, path, options)
+                staticlm.export_model(model, path, options, backend=arguments.backend)
             for step in sorted({step for step, s in SHAPES if s == slots}):
-                times: dict[str, list[float]] = {mode: [] for mode in MODES}
+                times: dict[str, list[float]] = {mode: [] for mode in modes}
                 for _ in range(arguments.rounds):
                     for mode, path in paths.items():
                         times[mode].append(_measure(path, step, slots, arguments.threads))
-                found = ", ".join(f"{statistics.median(times[mode]):.3f}" for mode in MODES)
+                found = ", ".join(f"{statistics.median(times[mode]):.3f}" for mode in modes)
                 print(f"    Timing({step}, {slots}, {found}),", flush=True)
 
 

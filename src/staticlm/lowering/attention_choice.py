@@ -19,6 +19,12 @@ class Timing:
     slots: int
     split: float
     concat: float
+    fused: float | None = None
+
+    def times(self) -> dict[str, float]:
+        """Milliseconds by mode, of those that were measured."""
+        found = {"split": self.split, "concat": self.concat, "fused": self.fused}
+        return {mode: time for mode, time in found.items() if time is not None}
 
 
 MACHINE = "AMD EPYC with AVX2, 2 threads; python benchmarks/attention.py"
@@ -58,10 +64,8 @@ def choose_attention(backend: str, step: int, slots: int, preferred: str) -> tup
         timings,
         key=lambda t: (abs(math.log(t.step / step)), abs(math.log(t.slots / slots))),
     )
-    times = {"split": nearest.split, "concat": nearest.concat}
+    times = nearest.times()
     mode = min(times, key=lambda m: times[m] * (_NOISE if m == preferred else 1))
-    why = (
-        f"split {nearest.split:g} ms, concat {nearest.concat:g} ms a layer for {nearest.step} tokens "
-        f"over {nearest.slots} slots ({MACHINE})"
-    )
+    measured = ", ".join(f"{one} {time:g} ms" for one, time in times.items())
+    why = f"{measured} a layer for {nearest.step} tokens over {nearest.slots} slots ({MACHINE})"
     return mode, why
