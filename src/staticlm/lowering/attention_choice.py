@@ -38,6 +38,14 @@ MEASURED: dict[str, tuple[Timing, ...]] = {
         Timing(128, 1024, 5.170, 5.375),
         Timing(128, 4096, 17.242, 14.243),
     ),
+    "openvino": (
+        Timing(1, 256, 0.316, 0.255, 0.242),
+        Timing(1, 1024, 0.513, 0.383, 0.432),
+        Timing(1, 4096, 1.181, 1.587, 1.262),
+        Timing(128, 256, 5.092, 3.154, 2.942),
+        Timing(128, 1024, 15.933, 5.313, 5.154),
+        Timing(128, 4096, 44.871, 16.447, 19.285),
+    ),
 }
 """By backend. Other backends take their preferred mode."""
 

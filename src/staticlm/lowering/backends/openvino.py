@@ -28,7 +28,7 @@ class OpenVINO(Backend):
     summary = "Intel CPUs, GPUs and NPUs through OpenVINO"
     dtypes = ("float32", "float16", "bfloat16")
     cache_dtypes = ("float32", "float16", "bfloat16")
-    attention_modes = ("split", "concat", "fused")
+    attention_modes = ("concat", "split", "fused")
     runs_on_host = True
     options = OptionTable(
         "openvino",
