@@ -54,9 +54,9 @@ class RecordingDriver:
         """As the inner driver's."""
         self._inner.set_threads(count)
 
-    def load(self, path: Path) -> LoadedProgram:
+    def load(self, path: Path, facts: ProgramFacts | None = None) -> LoadedProgram:
         """As the inner driver's."""
-        return _RecordingProgram(self._inner.load(path), self)
+        return _RecordingProgram(self._inner.load(path, facts), self)
 
 
 class _RecordingProgram:

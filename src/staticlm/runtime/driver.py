@@ -89,8 +89,8 @@ class Driver(Protocol):
     reason: str
     """Why this driver was taken."""
 
-    def load(self, path: Path) -> LoadedProgram:
-        """Open a program file."""
+    def load(self, path: Path, facts: ProgramFacts | None = None) -> LoadedProgram:
+        """Open a program file; `facts` is what it holds, where the caller has just read that."""
         ...
 
     def set_threads(self, count: int) -> None:

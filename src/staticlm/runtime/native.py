@@ -57,14 +57,18 @@ class NativeDriver:
         """One line for `inspect` and `stats`."""
         return f"native driver built against executorch {self._lib.built_against}"
 
-    def load(self, path: Path) -> LoadedProgram:
+    def load(self, path: Path, facts: ProgramFacts | None = None) -> LoadedProgram:
         """Open a program file.
+
+        Args:
+            path: The file.
+            facts: What it holds, where the caller has just read that.
 
         Raises:
             ProgramError: The file is absent or malformed, or needs backends or operators that are
                 not registered; then nothing was loaded.
         """
-        facts = read_program(Path(path))
+        facts = facts or read_program(Path(path))
         self._open_kernels(facts)
         for backend in sorted(requirements.needed_backends(facts)):
             self._open_backend(backend)

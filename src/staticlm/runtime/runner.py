@@ -6,6 +6,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from functools import cached_property
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,12 @@ from staticlm.runtime.session import Session, check_tokens
 from staticlm.runtime.shared_program import SharedProgram
 from staticlm.runtime.speculation import SpeculationStats
 from staticlm.runtime.stats import RunnerStats, resident_bytes
-from staticlm.runtime.text import StopStrings, Tokenizer, open_tokenizer
+from staticlm.runtime.text import (
+    StopStrings,
+    Tokenizer,
+    check_files,
+    check_tokenizer,
+)
 
 _NO_PROMPT = (bytes, bytearray, memoryview, Mapping, Set)
 """Iterables that would pass for token ids, or without an order, and are not meant so."""
@@ -112,13 +118,10 @@ class Runner:
         manager = make_io_manager(label, program.facts, program, allocator)
         self.artifact = artifact
         self.contract: Contract = manager.contract
-        self.tokenizer = open_tokenizer(artifact, self.contract)
-        self.end_ids = end_ids(
-            artifact,
-            self.contract.eos_ids,
-            None if self.tokenizer is None else self.tokenizer.eos_id,
-            self.contract.vocab_size,
-        )
+        known = check_files(artifact, self.contract)
+        end_ids(artifact, self.contract.eos_ids, None, self.contract.vocab_size)
+        if not known:
+            _ = self.tokenizer, self.end_ids
         self._label = label
         self._program = program
         self._allocator = allocator
@@ -140,6 +143,24 @@ class Runner:
             self.session.close()
             raise
         self._open_seconds = time.perf_counter() - begun - program.load_seconds
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """The artifact's tokenizer, or None where it has none.
+
+        One that is not known to be the program's own was compared with it by `load`.
+        """
+        if self.artifact.tokenizer is None:
+            return None
+        found = Tokenizer(self.artifact)
+        check_tokenizer(found, self.artifact, self.contract)
+        return found
+
+    @cached_property
+    def end_ids(self) -> tuple[int, ...]:
+        """Token ids that end a text: the program's, the configurations' and the tokenizer's."""
+        own = None if self.tokenizer is None else self.tokenizer.eos_id
+        return end_ids(self.artifact, self.contract.eos_ids, own, self.contract.vocab_size)
 
     def sibling(self) -> Runner:
         """A second runner over the same program: shared weights, caches of its own."""

@@ -104,7 +104,7 @@ class SharedProgram:
         with self.lock:
             self._check_open()
             begun = time.perf_counter()
-            program = self.driver.load(self.path)
+            program = self.driver.load(self.path, self.facts)
             try:
                 method = program.load_method(name, allocator)
             except BaseException:
@@ -140,7 +140,9 @@ class SharedProgram:
         begun = time.perf_counter()
         path, inner = self._sources.get(name, (self.path, name))
         if path not in self._programs:
-            self._programs[path] = self.driver.load(path)
+            # Facts of several files together are not what one of them holds.
+            known = self.facts if path == self.path and not self._sources else None
+            self._programs[path] = self.driver.load(path, known)
         method = self._programs[path].load_method(inner, allocator)
         self.load_seconds += time.perf_counter() - begun
         return method

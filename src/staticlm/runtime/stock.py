@@ -79,15 +79,18 @@ class StockDriver:
         """One line for `inspect` and `stats`."""
         return f"stock bindings of executorch {libraries.installed_version()}"
 
-    def load(self, path: Path) -> LoadedProgram:
+    def load(self, path: Path, facts: ProgramFacts | None = None) -> LoadedProgram:
         """Open a program file.
+
+        Args:
+            path: The file.
+            facts: What it holds, where the caller has just read that.
 
         Raises:
             ProgramError: The file is absent or malformed, or needs backends or operators that are
                 not registered; then nothing was loaded.
         """
-        path = Path(path)
-        facts = read_program(path)
+        facts = facts or read_program(Path(path))
         for module in _KERNEL_MODULES:
             if not requirements.missing_operators(facts, self._lib._get_operator_names()):
                 break

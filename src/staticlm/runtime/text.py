@@ -213,15 +213,18 @@ def _overlap(text: str, stop: str) -> int:
     return 0
 
 
-def open_tokenizer(artifact: Artifact, contract: Contract) -> Tokenizer | None:
-    """The artifact's tokenizer, compared with the program; None when there is none.
+def check_files(artifact: Artifact, contract: Contract) -> bool:
+    """Compare the files beside a program with it, as far as that goes without reading the tokenizer.
+
+    Returns:
+        Whether the tokenizer is known to be the one that the model was exported with, or there is none:
+        then it fits, and need not be read before a text needs it.
 
     Raises:
-        ArtifactError: It, or `config.json`, belongs to another model.
+        ArtifactError: The tokenizer, or `config.json`, belongs to another model.
     """
     if artifact.tokenizer is None:
-        return None
-    tokenizer = Tokenizer(artifact)
+        return True
     recorded = artifact.config.get("vocab_size")
     if isinstance(recorded, int) and recorded != contract.vocab_size:
         raise ArtifactError(
@@ -231,15 +234,22 @@ def open_tokenizer(artifact: Artifact, contract: Contract) -> Tokenizer | None:
             expected=f"{contract.vocab_size}, the width of the program's logits",
             remedy="Export the model again.",
         )
+    return _is_same_file(artifact)
+
+
+def check_tokenizer(tokenizer: Tokenizer, artifact: Artifact, contract: Contract) -> None:
+    """Refuse a tokenizer whose vocabulary is not the program's.
+
+    Raises:
+        ArtifactError: `TOKENIZER_MISMATCH`.
+    """
     needed = [*contract.eos_ids, *(() if contract.bos_id is None else (contract.bos_id,))]
     check_vocabulary(
         tokenizer, contract.vocab_size, needed, artifact.manifest.get("tokenizer_size")
     )
-    _check_same_file(artifact)
-    return tokenizer
 
 
-def _check_same_file(artifact: Artifact) -> None:
+def _is_same_file(artifact: Artifact) -> bool:
     """Another tokenizer of the same size makes nonsense of every text, and no id is out of range.
 
     One that the user named is taken as meant.
@@ -247,7 +257,7 @@ def _check_same_file(artifact: Artifact) -> None:
     recorded = artifact.manifest.get("tokenizer_sha256")
     own = artifact.tokenizer
     if not isinstance(recorded, str) or own is None or artifact.tokenizer_named:
-        return
+        return False
     found = hashlib.sha256(own.read_bytes()).hexdigest()
     if found != recorded:
         raise ArtifactError(
@@ -257,3 +267,4 @@ def _check_same_file(artifact: Artifact) -> None:
             expected=f"{recorded[:12]}..., as export.json says",
             remedy="Restore the file, or name this one on purpose (tokenizer=..., --tokenizer).",
         )
+    return True
