@@ -13,7 +13,7 @@ from tests.support.eager import chunk_counts, relative, static
 from staticlm.build import export_model
 from staticlm.export.dryrun import plan_export
 from staticlm.export.options import ExportOptions
-from staticlm.export.quantize import quantize_model
+from staticlm.export.quantize import _linear_config, quantize_model
 from staticlm.validation import validate
 
 COMMON: dict[str, Any] = {"context_length": 32, "prefill_lengths": (8,)}
@@ -80,3 +80,31 @@ def test_every_linear_layer_is_in_a_delegate(quantize: str, embedding: int, tmp_
     result = validate(made.path, model)
     assert result.passed
     assert result.worst < 5e-3
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_xnnpack_takes_no_negative_scale(sign: int) -> None:
+    """Half of the scales of a GGUF file's Q4_0 weights are negative: see decision 6."""
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+    from executorch.exir import to_edge_transform_and_lower
+    from executorch.extension.pybindings import portable_lib
+    from torchao.quantization import quantize_
+
+    model = torch.nn.Sequential(torch.nn.Linear(32, 8, bias=False)).eval()
+    quantize_(model, _linear_config("8da4w"))
+    weight: Any = model[0].weight
+    weight = getattr(weight, "original_weight_tensor", weight)
+    with torch.no_grad():
+        weight.qdata.clamp_(-7, 7).mul_(sign)
+        weight.scale.mul_(sign)
+    inputs = (torch.randn(2, 32),)
+    want = model(*inputs)
+    edge = to_edge_transform_and_lower(
+        torch.export.export(model, inputs), partitioner=[XnnpackPartitioner()]
+    )
+    module = portable_lib._load_for_executorch_from_buffer(edge.to_executorch().buffer)
+    if sign > 0:
+        torch.testing.assert_close(module.forward(inputs)[0], want, atol=1e-5, rtol=1e-5)
+    else:
+        with pytest.raises(RuntimeError):
+            module.forward(inputs)

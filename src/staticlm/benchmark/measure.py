@@ -138,9 +138,14 @@ def _speculate(runner: Runner, ids: list[int]) -> dict[str, Any]:
         prompt = (ids[: max(1, capacity // 8)] * 4)[: capacity // 2]
     count = min(_COPY_TOKENS, capacity - len(prompt))
     runner.generate(prompt, 1, speculate="prompt-lookup")  # the proof is not part of the text
-    plain = runner.generate(prompt, count, ignore_end=True)
-    quick = runner.generate(prompt, count, ignore_end=True, speculate="prompt-lookup")
+    # To the end of the answer: what a model says beyond it is no copy of anything.
+    plain = runner.generate(prompt, count)
+    whole = len(plain.tokens) < 2  # no answer at all: measure what it would go on with
+    if whole:
+        plain = runner.generate(prompt, count, ignore_end=True)
+    quick = runner.generate(prompt, count, ignore_end=whole, speculate="prompt-lookup")
     assert quick.speculation is not None
+    count = len(plain.tokens)
     return {
         "prompt_tokens": len(prompt),
         "tokens": count,
