@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support.models import _COMMON, FAMILIES, build
@@ -50,7 +52,11 @@ class _Fake:
         if self._missing:
             raise LoweringError(Code.BACKEND_UNAVAILABLE, "backend fake", found="no module")
 
-    def precision(self, dtype: str) -> str:
+    attention_modes = ("split",)
+
+    def precision(self, dtype: str, options: Mapping[str, Any]) -> str:
+        if self._precision == "unknown":
+            raise RuntimeError("no such device")
         return self._precision
 
 
@@ -73,13 +79,15 @@ def _with(fake: _Fake, patch: pytest.MonkeyPatch) -> None:
             "it does not take float16 with caches in float16",
         ),
         (_Fake(), ExportOptions(32, (8,), quantize="int8"), "fake"),
+        (_Fake(), ExportOptions(32, (8,), attention="concat"), "it has no concat attention"),
+        (_Fake("unknown"), OPTIONS, "no such device"),
     ],
 )
 def test_what_does_not_compute_as_asked_is_left_out_by_name(
     fake: _Fake, options: ExportOptions, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _with(fake, monkeypatch)
-    found, left_out = candidates(options)
+    found, left_out = candidates(options, {})
     assert [one.name for one in found] == ["xnnpack"]
     assert why in left_out["fake"]
     assert set(left_out) == {"fake"}  # neither the portable one nor one that does not run here
@@ -111,8 +119,71 @@ def test_a_further_layer_is_what_counts(monkeypatch: pytest.MonkeyPatch) -> None
     assert choice.own_options({"fake.device": "CPU", "xnnpack.verbose": True}) == {
         "fake.device": "CPU"
     }
-    assert [one[:2] for one in asked] == [("xnnpack", 1), ("xnnpack", 3), ("fake", 1), ("fake", 3)]
+    assert [one[:2] for one in asked] == [("xnnpack", 1), ("xnnpack", 2), ("fake", 1), ("fake", 2)]
     assert asked[-1][2] == {"device": "CPU"}
+    quick = ExportOptions(32, (8,), verify_length=4)
+    choice = choose_backend(model, quick, {})
+    assert choice.backend == "prefill=fake,decode=xnnpack"
+
+
+def test_a_backend_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    _with(_Fake(), monkeypatch)
+
+    def measure(model: object, layers: int, options: object, name: str, own: object) -> object:
+        if name in broken:
+            raise RuntimeError("out of order\nmore")
+        return {"prefill": 1.0, "decode": 1.0}
+
+    monkeypatch.setattr(backend_choice, "_measure", measure)
+    model = build("Llama", **{**_COMMON, "num_hidden_layers": 4})
+    for broken, chosen in (
+        (["fake"], "xnnpack"),
+        (["xnnpack"], "fake"),
+        (["fake", "xnnpack"], "xnnpack"),
+    ):
+        choice = choose_backend(model, OPTIONS, {})
+        assert choice.backend == chosen
+        assert {choice.left_out[name] for name in broken} == {"it failed: out of order"}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "depths"),
+    [
+        ("Llama", {"num_hidden_layers": 6}, (1, 2, 6)),
+        ("Llama", {"num_hidden_layers": 1}, None),
+        # A full layer comes fourth.
+        (
+            "Gemma3Text",
+            {
+                "num_hidden_layers": 8,
+                "head_dim": 16,
+                "sliding_window": 11,
+                "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 2,
+            },
+            (4, 8, 8),
+        ),
+        # Dense layers first, experts after them.
+        (
+            "Glm4Moe",
+            {
+                "num_hidden_layers": 5,
+                "head_dim": 16,
+                "n_routed_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 24,
+                "n_group": 1,
+                "topk_group": 1,
+                "first_k_dense_replace": 1,
+            },
+            (2, 4, 5),
+        ),
+    ],
+)
+def test_every_kind_of_layer_is_measured(
+    name: str, changes: dict[str, Any], depths: tuple[int, int, int] | None
+) -> None:
+    model = build(name, **{**_COMMON, **changes})
+    assert backend_choice._depths(model, OPTIONS) == depths
 
 
 @pytest.mark.parametrize("key", ["verbose", "nobody.verbose"])
@@ -138,7 +209,7 @@ def test_the_backends_of_this_machine(tmp_path: Path) -> None:
     made = staticlm.export_model(model, tmp_path / "a", OPTIONS, backend="auto")
     assert made.choice is not None
     assert "auto" not in made.choice.backend
-    found, _ = candidates(OPTIONS)
+    found, _ = candidates(OPTIONS, {})
     measured = {one.name for one in found} if len(found) > 1 else set()
     for times in made.choice.milliseconds.values():
         assert set(times) == measured

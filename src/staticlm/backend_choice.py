@@ -1,8 +1,8 @@
 """`--backend auto`: the backends of this machine, measured on the model's own shapes.
 
-A model of one layer and a model of three are exported with every candidate and timed here; what a
-further layer costs, and what the rest costs, gives the time of the whole model. Weights are random:
-speed does not depend on them.
+Models of a few layers are exported with every candidate and timed here: once with enough layers to have
+one of every kind, once with twice as many. What the further layers cost, and what the rest costs, gives
+the time of the whole model. Weights are random: speed does not depend on them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ AUTO = "auto"
 PREFERRED = "xnnpack"
 """Taken where no other is clearly faster."""
 
-_DEPTHS = (1, 3)
+_DEEPEST = 8
+"""Layers of the smaller model, at most."""
+
 _ROUNDS = 4
 _STEPS = 8
 _WORTH = 0.8
@@ -100,30 +102,40 @@ def choose_backend(
         progress: Told what is measured.
 
     Raises:
-        StaticLMError: The preferred backend cannot export the model.
+        StaticLMError: No backend does what is asked, or the model is not supported.
     """
-    found, left_out = candidates(options)
-    depth = _depth(model)
-    if len(found) == 1 or depth is None:
-        if depth is None:
+    found, left_out = candidates(options, backend_options)
+    depths = _depths(model, options)
+    if len(found) == 1 or depths is None:
+        if depths is None:
             left_out |= {one.name: "this model cannot be cut to a few layers" for one in found[1:]}
         return BackendChoice(found[0].name, {}, left_out)
+    shallow, deep, whole = depths
     times: dict[str, dict[str, float]] = {"prefill": {}, "decode": {}}
     for one in found:
         progress(f"measure {one.name}")
-        own = {k: v for k, v in backend_options.items() if k.startswith(f"{one.name}.")}
-        own = {k.partition(".")[2]: v for k, v in own.items()}
+        own = _own(one.name, backend_options)
         try:
-            shallow, deep = (_measure(model, n, options, one.name, own) for n in _DEPTHS)
-        except StaticLMError as error:
-            if one.name == PREFERRED:
-                raise
-            left_out[one.name] = f"{error.what}: {error.found}"
+            few, more = (_measure(model, n, options, one.name, own) for n in (shallow, deep))
+        except Exception as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            left_out[one.name] = f"it failed: {reason}"
             continue
         for kind in times:
-            layer = max(0.0, (deep[kind] - shallow[kind]) / (_DEPTHS[1] - _DEPTHS[0]))
-            times[kind][one.name] = shallow[kind] + layer * (depth - _DEPTHS[0])
+            layer = max(0.0, (more[kind] - few[kind]) / (deep - shallow))
+            times[kind][one.name] = few[kind] + layer * (whole - shallow)
+    if not times["prefill"]:
+        return BackendChoice(found[0].name, {}, left_out)
+    if options.verify_length is not None and PREFERRED in times["decode"]:
+        # Verify rows must round as decode does, which is known of the preferred backend alone.
+        times["decode"] = {PREFERRED: times["decode"][PREFERRED]}
     return BackendChoice(decide(times), times, left_out)
+
+
+def _own(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of one backend, without its prefix."""
+    found = ((key.partition("."), value) for key, value in options.items())
+    return {key: value for (owner, _, key), value in found if owner == name}
 
 
 def decide(times: Mapping[str, Mapping[str, float]]) -> str:
@@ -131,8 +143,9 @@ def decide(times: Mapping[str, Mapping[str, float]]) -> str:
     chosen = {}
     for kind, measured in times.items():
         best = min(measured, key=lambda name: measured[name])
-        worth = measured[best] < _WORTH * measured[PREFERRED]
-        chosen[kind] = best if worth else PREFERRED
+        preferred = PREFERRED if PREFERRED in measured else best
+        worth = measured[best] < _WORTH * measured[preferred]
+        chosen[kind] = best if worth else preferred
     names = set(chosen.values())
     return (
         names.pop()
@@ -141,42 +154,85 @@ def decide(times: Mapping[str, Mapping[str, float]]) -> str:
     )
 
 
-def candidates(options: ExportOptions) -> tuple[list[Backend], dict[str, str]]:
-    """Backends to measure, the preferred one first, and why others are left out."""
-    from staticlm.export.quantize import check_scheme
+def candidates(
+    options: ExportOptions, backend_options: Mapping[str, Any]
+) -> tuple[list[Backend], dict[str, str]]:
+    """Backends to measure, the preferred one first, and why others are left out.
+
+    Raises:
+        LoweringError: None is left.
+    """
     from staticlm.lowering.backends import backend_names, get_backend
 
-    found, left_out = [get_backend(PREFERRED)], {}
-    for name in backend_names():
+    found, left_out = [], {}
+    for name in sorted(backend_names(), key=lambda name: name != PREFERRED):
         backend = get_backend(name)
-        if name in (PREFERRED, "portable") or not backend.runs_on_host:
+        if name == "portable" or not backend.runs_on_host:
             continue
-        try:
-            backend.available()
-            check_scheme(options, [name])
-        except StaticLMError as error:
-            left_out[name] = f"{error.what}: {error.found}"
-            continue
-        cache_dtype = options.cache_dtype or options.dtype
-        precision = backend.precision(options.dtype)
-        if options.dtype not in backend.dtypes or cache_dtype not in backend.cache_dtypes:
-            left_out[name] = f"it does not take {options.dtype} with caches in {cache_dtype}"
-        elif precision != options.dtype:
-            left_out[name] = f"here it computes in {precision}, not in {options.dtype}"
-        else:
+        why = _obstacle(backend, options, _own(name, backend_options))
+        if why is None:
             found.append(backend)
+        else:
+            left_out[name] = why
+    if not found:
+        raise LoweringError(
+            Code.EXPORT_OPTION_INVALID,
+            "no backend of this machine does what is asked",
+            found="; ".join(f"{name}: {why}" for name, why in left_out.items()),
+            remedy="Change the options, or name a backend.",
+        )
     return found, left_out
 
 
-def _depth(model: PreTrainedModel) -> int | None:
-    depth = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
-    if not isinstance(depth, int) or depth <= max(_DEPTHS):
+def _obstacle(backend: Backend, options: ExportOptions, own: Mapping[str, Any]) -> str | None:
+    """Why a backend does not compute what is asked, or None."""
+    from staticlm.export.quantize import check_scheme
+
+    cache_dtype = options.cache_dtype or options.dtype
+    if options.dtype not in backend.dtypes or cache_dtype not in backend.cache_dtypes:
+        return f"it does not take {options.dtype} with caches in {cache_dtype}"
+    if options.attention != "auto" and options.attention not in backend.attention_modes:
+        return f"it has no {options.attention} attention"
+    try:
+        backend.available()
+        check_scheme(options, [backend.name])
+        precision = backend.precision(options.dtype, own)
+    except StaticLMError as error:
+        return f"{error.what}: {error.found}"
+    except Exception as error:  # a library's own, of a device that is not there
+        return f"its precision is not known: {error}"
+    if precision != options.dtype:
+        return f"here it computes in {precision}, not in {options.dtype}"
+    return None
+
+
+def _depths(model: PreTrainedModel, options: ExportOptions) -> tuple[int, int, int] | None:
+    """Layers of the two models to measure, and of the whole; None where they would not stand for it."""
+    from staticlm.export.traits import inspect_model
+
+    layers = inspect_model(model, options.context_length).layers
+    modules = list(getattr(model.get_decoder(), "layers", ()))
+    if len(modules) != len(layers):
+        return None
+    kinds = [
+        (
+            one.kind,
+            one.window,
+            one.chunk,
+            one.owner == one.index,
+            sum(p.numel() for p in m.parameters()),
+        )
+        for one, m in zip(layers, modules, strict=True)
+    ]
+    shallow = max(kinds.index(kind) for kind in set(kinds)) + 1
+    if shallow > _DEEPEST or 2 * shallow > len(layers):
         return None
     try:
-        _cut(model, 1, meta=True)
+        for depth in (shallow, 2 * shallow):
+            _cut(model, depth, meta=True)
     except Exception:
         return None
-    return depth
+    return shallow, 2 * shallow, len(layers)
 
 
 def _cut(model: PreTrainedModel, layers: int, meta: bool = False) -> PreTrainedModel:
@@ -203,6 +259,7 @@ def _measure(
 ) -> dict[str, float]:
     """Milliseconds of a prefill and of a decode call, around half the capacity."""
     from staticlm.build import export_model
+    from staticlm.runtime.packed_weights import not_kept
     from staticlm.runtime.runner import load
 
     step = max(options.prefill_lengths)
@@ -213,7 +270,7 @@ def _measure(
         export_model(
             _cut(model, layers), path, options, backend=backend, backend_options=backend_options
         )
-        with load(path) as runner:
+        with not_kept(), load(path) as runner:
             session = runner.session
             prefill, decode = [], []
             for _ in range(_ROUNDS):

@@ -119,12 +119,14 @@ def export_model(
         options,
         attention=lambda method: targets[method].attention,
         attention_why=lambda method: targets[method].attention_why,
+        unfused=lambda method: targets[method].unfused,
         bos_id=bos_id,
         eos_ids=eos_ids,
         producers=producers(),
         backends={name: target.label for name, target in targets.items()},
         progress=clock,
     )
+    tokenizer_size = _tokenizer_size(source_tokenizer, exported.contract.vocab_size)
     programs = {
         name: targets[name].backend.prepare(name, program, targets[name].options)
         for name, program in exported.programs.items()
@@ -140,7 +142,7 @@ def export_model(
         )
         clock("write the artifact")
         metadata = build_metadata(source.model, exported.contract, options, backend)
-        _write_companions(staging, source, source_tokenizer, metadata)
+        _write_companions(staging, source, source_tokenizer, metadata, tokenizer_size)
     return ExportReport(
         path=output,
         contract=exported.contract,
@@ -319,8 +321,32 @@ def _staged(output: Path, overwrite: bool) -> Iterator[Path]:
             shutil.rmtree(work, ignore_errors=True)
 
 
+def _tokenizer_size(tokenizer: Any, vocab_size: int) -> int | None:
+    """One more than the largest id of a tokenizer, None without one.
+
+    Raises:
+        ExportError: `MODEL_INVALID`: the model has no such tokens, and the artifact would not be run.
+    """
+    if tokenizer is None:
+        return None
+    size = max(tokenizer.get_vocab().values(), default=-1) + 1
+    if size > vocab_size:
+        raise ExportError(
+            Code.MODEL_INVALID,
+            "the tokenizer of the model",
+            found=f"token ids up to {size - 1}",
+            expected=f"at most {vocab_size - 1}, the last row of the logits",
+            remedy="Resize the model's embeddings, or take the tokenizer that it was trained with.",
+        )
+    return size or None
+
+
 def _write_companions(
-    directory: Path, source: Source, tokenizer: Any, metadata: dict[str, Any]
+    directory: Path,
+    source: Source,
+    tokenizer: Any,
+    metadata: dict[str, Any],
+    tokenizer_size: int | None,
 ) -> None:
     """Everything beside the program: configurations, tokenizer, manifest."""
     from staticlm.export.manifest import write_manifest
@@ -331,5 +357,4 @@ def _write_companions(
         generation.save_pretrained(directory)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
-    ids = tokenizer.get_vocab().values() if tokenizer is not None else ()
-    write_manifest(directory, metadata, max(ids, default=-1) + 1 or None)
+    write_manifest(directory, metadata, tokenizer_size)

@@ -17,6 +17,7 @@ from staticlm.errors import Code, ExportError, LoweringError
 from staticlm.export.dryrun import plan_export
 from staticlm.export.options import ExportOptions
 from staticlm.export.programs import plan_methods
+from staticlm.lowering.backends import get_backend
 
 TIED = "the tied embedding table"
 OPTIONS = ExportOptions(context_length=48, prefill_lengths=(8,))
@@ -156,12 +157,16 @@ def test_ids_that_the_vocabulary_has_not_are_refused(name: str, tmp_path: Path) 
 
 
 def test_auto_does_not_choose_what_a_model_or_a_verify_method_rules_out() -> None:
-    def mode(capped: bool, **options: Any) -> set[str]:
+    def mode(capped: bool, asked: bool = False, **options: Any) -> set[str]:
         chosen = ExportOptions(context_length=48, prefill_lengths=(8,), **options)
-        plans = plan_methods(chosen, lambda method: "fused", capped=capped)
+        rest = None if asked else (lambda method: ("concat", "the best of the rest"))
+        plans = plan_methods(chosen, lambda method: "fused", capped=capped, unfused=rest)
         return {plan.attention.removeprefix("stepwise-") for plan in plans}
 
     assert mode(False) == {"fused"}
-    assert mode(True) == {"split"}
-    assert mode(False, verify_length=4) == {"split"}
-    assert mode(True, attention="fused") == {"fused"}  # asked for: refused where it is planned
+    assert mode(True) == {"concat"}
+    assert mode(False, verify_length=4) == {"concat"}
+    assert mode(True, asked=True) == {"fused"}  # refused where it is planned
+    assert get_backend("openvino").attention("decode", 1, 1024)[0] == "concat"
+    assert get_backend("openvino").attention("prefill", 128, 256)[0] == "fused"
+    assert get_backend("openvino").attention("prefill", 128, 256, ("fused",))[0] == "concat"

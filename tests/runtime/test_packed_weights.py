@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import json
 import os
@@ -59,23 +60,33 @@ def test_a_program_has_one_file_until_it_changes(program: Path, directory: Path)
 
 
 def test_old_files_go(program: Path, directory: Path) -> None:
-    first = _file(program)
+    def use() -> Path:
+        found = packed_weights.packed_weights(program, "1.5.1")
+        assert found.file is not None
+        found.file.write_bytes(b"x")
+        found.mark()
+        return found.file
+
+    first = use()
     strange = directory / "of-another-program.xnnpack"
     other = directory / "notes.txt"
-    for file in (first, strange, other):
-        file.touch()
+    for file in (strange, other):
+        file.write_bytes(b"x")
+    assert _file(program) == first
+    assert first.exists()
     os.utime(program, ns=(1, 1))
-    _file(program).touch()
+    second = use()
     assert not first.exists()
     assert strange.exists()
     month_ago = time.time() - 31 * 24 * 3600
-    for file in (strange, other, _file(program)):
+    for file in (strange, other, second):
         os.utime(file, (month_ago, month_ago))
-    _file(program)  # used: it is young again
+    assert _file(program) == second  # used: it is young again
     os.utime(program, ns=(2, 2))
-    _file(program)
+    use()
     assert not strange.exists()
     assert other.exists()
+    assert len(list(directory.iterdir())) == 4  # the notes, and a file with its lock and mark
 
 
 def test_off_small_full_and_unwritable(
@@ -101,6 +112,33 @@ def test_off_small_full_and_unwritable(
     with program.open("r+b") as file:
         file.truncate(packed_weights.SMALLEST - 1)
     assert "small" in reason()
+
+
+def test_a_program_that_is_only_measured_gets_none(program: Path, directory: Path) -> None:
+    with packed_weights.not_kept():
+        assert packed_weights.packed_weights(program, "1.5.1").file is None
+    assert not directory.exists()
+
+
+def test_a_lock_is_given_back_with_its_last_holder(program: Path, directory: Path) -> None:
+    lock = f"{_file(program)}.lock"
+
+    def free() -> bool:
+        with open(lock) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+        return True
+
+    one = packed_weights.packed_weights(program, "1.5.1")
+    two = packed_weights.packed_weights(program, "1.5.1")
+    assert one == two
+    assert not free()
+    del one
+    assert not free()
+    del two
+    assert free()
 
 
 def test_the_default_is_the_users_cache(
@@ -160,7 +198,7 @@ def test_what_was_packed_is_mapped_the_next_time(
         want = _rows(driver, busy, "a", "b")
     assert np.abs(want[0]).max() > 0.01
     first = _rows(driver, busy, "a", "b")
-    [file] = always.iterdir()
+    [file] = always.glob("*.xnnpack")
     written = file.read_bytes()
     assert WEIGHTS <= len(written) < 1.1 * WEIGHTS  # once for both methods
     again = _rows(driver, busy, "b", "a")
@@ -168,6 +206,28 @@ def test_what_was_packed_is_mapped_the_next_time(
     for got in (first, again[::-1]):
         for one, other in zip(got, want, strict=True):
             np.testing.assert_array_equal(one, other)
+    # It is the file that is computed with: other weights in it, other results.
+    file.write_bytes(bytes(4096) + written[4096:])
+    assert not np.array_equal(_rows(driver, busy, "a")[0], want[0])
+
+
+def test_a_file_that_a_killed_process_left_is_made_again(
+    driver: NativeDriver, busy: Path, always: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    want = _rows(driver, busy, "a")[0]
+    [file] = always.glob("*.xnnpack")
+    written = file.read_bytes()
+    file.write_bytes(bytes(4096) + written[4096:])
+    mark = file.with_name(file.name + ".whole")
+    mark.unlink()
+    usage = namedtuple("usage", "free")
+    with monkeypatch.context() as patch:
+        patch.setattr(packed_weights.shutil, "disk_usage", lambda path: usage(0))
+        np.testing.assert_array_equal(_rows(driver, busy, "a")[0], want)  # in memory
+        assert not file.exists()
+    np.testing.assert_array_equal(_rows(driver, busy, "a")[0], want)
+    assert file.stat().st_size == len(written)
+    assert mark.exists()
 
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "noise", "directory"])
@@ -175,7 +235,7 @@ def test_a_damaged_file_is_made_again(
     driver: NativeDriver, busy: Path, always: Path, damage: str
 ) -> None:
     want = _rows(driver, busy, "a")
-    [file] = always.iterdir()
+    [file] = always.glob("*.xnnpack")
     whole = file.read_bytes()
     if damage == "directory":
         file.unlink()
@@ -210,7 +270,17 @@ print(json.dumps(float(np.abs(method.output(0)).sum())), flush=True)
 """
 
 
-def test_processes_at_once_and_a_killed_one(busy: Path, always: Path) -> None:
+def _sum(program: Any) -> float:
+    chain = get_chain()
+    method = program.load_method("a", chain)
+    source = allocate(chain, 16 * 768 * 4)
+    source.view("float32", (16, 768))[:] = 1
+    method.bind_input(0, source)
+    method.execute()
+    return float(np.abs(method.output(0)).sum())
+
+
+def test_processes_at_once_and_a_killed_one(driver: NativeDriver, busy: Path, always: Path) -> None:
     def start() -> subprocess.Popen[str]:
         return subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(RUN), str(busy)],
@@ -227,6 +297,13 @@ def test_processes_at_once_and_a_killed_one(busy: Path, always: Path) -> None:
     want = answer(one)
     two = start()  # the file is in use
     assert answer(two) == want
+    [file] = always.glob("*.xnnpack")
+    before = file.read_bytes()
+    held = driver.load(busy)
+    assert held.packed_weights == "in memory: another process uses the file"
+    np.testing.assert_array_equal(_sum(held), want)
+    held.close()
+    assert file.read_bytes() == before
     two.kill()
     two.wait()
     three = start()

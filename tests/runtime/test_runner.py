@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import threading
@@ -25,6 +26,7 @@ from staticlm.errors import (
 )
 from staticlm.runtime.generation import FinishReason
 from staticlm.runtime.runner import Runner
+from staticlm.runtime.text import Tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -384,3 +386,58 @@ def test_another_thread_is_refused_while_a_text_is_made(runner: Runner) -> None:
         other.join()
         assert seen == [Code.DRIVER_UNSAFE] * 3
         assert list(runner.generate(prompt, 5, ignore_end=True).tokens) == greedy(prompt, 5)
+
+
+def _recorded(directory: Path, **changes: object) -> Path:
+    """An artifact whose manifest records its tokenizer."""
+    path = write_artifact(directory)
+    content = (path / "tokenizer.json").read_bytes()
+    manifest = {
+        "schema_version": 1,
+        "export_format": "hf_static",
+        "components": {},
+        "tokenizer_size": 258,
+        "tokenizer_sha256": hashlib.sha256(content).hexdigest(),
+    }
+    (path / "export.json").write_text(json.dumps(manifest | changes), encoding="utf-8")
+    return path
+
+
+def test_a_recorded_tokenizer_is_parsed_when_it_is_needed_and_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = _recorded(tmp_path / "a")
+    with staticlm.load(path, driver="stock") as runner:
+        want = runner.generate("abc", 4).text
+    parsed = []
+    real = Tokenizer.__init__
+
+    def counted(self: Tokenizer, *arguments: Any) -> None:
+        parsed.append(arguments)
+        real(self, *arguments)
+
+    monkeypatch.setattr(Tokenizer, "__init__", counted)
+    with staticlm.load(path, driver="stock") as runner:
+        runner.session.prefill([1, 2, 3])
+        assert parsed == []
+        # Another export into the same directory does not reach a runner that is open.
+        (path / "tokenizer.json").write_text("{}", encoding="utf-8")
+        assert runner.generate("abc", 4).text == want
+        assert len(parsed) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tokenizer_size": 265}, "265 token ids"),
+        ({"tokenizer_sha256": "0" * 64}, "is not the tokenizer that the model was exported with"),
+        ({"tokenizer_size": 257}, "257 token ids"),
+    ],
+)
+def test_a_tokenizer_that_does_not_fit_is_refused_by_load(
+    changes: dict[str, object], words: str, tmp_path: Path
+) -> None:
+    path = _recorded(tmp_path / "a", **changes)
+    with pytest.raises(StaticLMError, match=words) as refused:
+        staticlm.load(path, driver="stock")
+    assert refused.value.code is Code.TOKENIZER_MISMATCH

@@ -141,7 +141,7 @@ def test_another_models_tokenizer_is_refused_with_path_and_sizes(
 ) -> None:
     tokenizer = Tokenizer(open_artifact(directory(tmp_path / "a")))
     with pytest.raises(ArtifactError) as caught:
-        check_vocabulary(tokenizer, vocab, needed, recorded)
+        check_vocabulary(tokenizer.path, tokenizer.size, vocab, needed, recorded)
     assert caught.value.code is Code.TOKENIZER_MISMATCH
     for text in (str(tokenizer.path), "258 token ids", str(vocab), part):
         assert text in str(caught.value)
@@ -149,8 +149,8 @@ def test_another_models_tokenizer_is_refused_with_path_and_sizes(
 
 def test_a_padded_vocabulary_is_accepted(tmp_path: Path) -> None:
     tokenizer = Tokenizer(open_artifact(directory(tmp_path / "a")))
-    check_vocabulary(tokenizer, 258, [257], 258)
-    check_vocabulary(tokenizer, 320, [257])
+    check_vocabulary(tokenizer.path, tokenizer.size, 258, [257], 258)
+    check_vocabulary(tokenizer.path, tokenizer.size, 320, [257])
 
 
 def test_a_malformed_tokenizer(tmp_path: Path) -> None:

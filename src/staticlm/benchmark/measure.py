@@ -23,6 +23,7 @@ _COPY_TASK = (
     "tea was still warm, and waited for the sun to come over the wall of the harbour."
 )
 _COPY_TOKENS = 160
+_SHORTEST_ANSWER = 16
 
 
 def measure(artifact: str, driver: str, settings: Settings, spawned: float) -> dict[str, Any]:
@@ -140,19 +141,20 @@ def _speculate(runner: Runner, ids: list[int]) -> dict[str, Any]:
     runner.generate(prompt, 1, speculate="prompt-lookup")  # the proof is not part of the text
     # To the end of the answer: what a model says beyond it is no copy of anything.
     plain = runner.generate(prompt, count)
-    whole = len(plain.tokens) < 2  # no answer at all: measure what it would go on with
+    whole = len(plain.tokens) < _SHORTEST_ANSWER  # then measure what it would go on with
     if whole:
         plain = runner.generate(prompt, count, ignore_end=True)
     quick = runner.generate(prompt, count, ignore_end=whole, speculate="prompt-lookup")
     assert quick.speculation is not None
-    count = len(plain.tokens)
+    slow = (len(plain.tokens) - 1) / plain.decode_seconds
+    fast = (len(quick.tokens) - 1) / quick.decode_seconds
     return {
         "prompt_tokens": len(prompt),
-        "tokens": count,
+        "tokens": len(plain.tokens),
         "identical": plain.tokens == quick.tokens,
-        "plain_tokens_per_second": (count - 1) / plain.decode_seconds,
-        "tokens_per_second": (count - 1) / quick.decode_seconds,
-        "ratio": plain.decode_seconds / quick.decode_seconds,
+        "plain_tokens_per_second": slow,
+        "tokens_per_second": fast,
+        "ratio": fast / slow,
         **asdict(quick.speculation),
     }
 

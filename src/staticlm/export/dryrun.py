@@ -104,7 +104,12 @@ def plan_export(
     contract = plan_contract(
         traits,
         options,
-        plan_methods(options, lambda method: targets[method].attention, capped=traits.capped),
+        plan_methods(
+            options,
+            lambda method: targets[method].attention,
+            capped=traits.capped,
+            unfused=lambda method: targets[method].unfused,
+        ),
         bos_id=bos_id,
         eos_ids=eos_ids,
         producers={},

@@ -51,6 +51,7 @@ def plan_methods(
     attention: Callable[[str], str],
     attention_why: Callable[[str], str] = lambda method: "",
     capped: bool = False,
+    unfused: Callable[[str], tuple[str, str] | None] | None = None,
 ) -> tuple[MethodPlan, ...]:
     """The methods that options ask for.
 
@@ -58,7 +59,9 @@ def plan_methods(
         options: Lengths, logits rows and prefixes.
         attention: Attention mode of a method, by its name; a verify method takes decode's.
         attention_why: Why it was chosen.
-        capped: Whether some layer caps its scores, which the operator of fused attention cannot.
+        capped: Whether some layer caps its scores, which the operator of fused attention cannot; the
+            rows of a verify method are not its either.
+        unfused: Mode and reason where fused attention is ruled out; None where it was asked for.
     """
 
     def plan(
@@ -67,8 +70,8 @@ def plan_methods(
         verify = role is MethodRole.VERIFY
         like = name.replace("verify", "decode") if verify else name
         mode, why = attention(like), attention_why(like)
-        if mode == "fused" and options.attention == "auto" and (capped or options.verify_length):
-            mode, why = "split", "fused attention knows no cap, and its rows no order of sums"
+        if mode == "fused" and unfused is not None and (capped or options.verify_length):
+            mode, why = unfused(like) or (mode, why)
         mode = STEPWISE + mode if verify else mode
         return MethodPlan(name, role, step, rows, mode, max_start, why)
 
@@ -183,6 +186,7 @@ def export_programs(
     *,
     attention: Callable[[str], str] = lambda method: "split",
     attention_why: Callable[[str], str] = lambda method: "",
+    unfused: Callable[[str], tuple[str, str] | None] | None = None,
     bos_id: int | None = None,
     eos_ids: Sequence[int] = (),
     producers: dict[str, str] | None = None,
@@ -196,6 +200,7 @@ def export_programs(
         options: Lengths, dtypes, logits rows.
         attention: Attention mode of a method, by its name.
         attention_why: Why it was chosen, to be recorded.
+        unfused: Mode and reason where fused attention is ruled out; see `plan_methods`.
         bos_id: Begin-of-text id to record.
         eos_ids: End ids to record.
         producers: Versions to record.
@@ -210,7 +215,7 @@ def export_programs(
     progress("inspect")
     traits = inspect_model(model, options.context_length)
     check_ids([bos_id, *eos_ids], traits.vocab_size)
-    plans = plan_methods(options, attention, attention_why, traits.capped)
+    plans = plan_methods(options, attention, attention_why, traits.capped, unfused)
     contract = plan_contract(
         traits,
         options,

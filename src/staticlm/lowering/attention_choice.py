@@ -53,7 +53,9 @@ _NOISE = 0.95
 """Only what is faster than this share of the preferred mode's time counts as faster."""
 
 
-def choose_attention(backend: str, step: int, slots: int, preferred: str) -> tuple[str, str]:
+def choose_attention(
+    backend: str, step: int, slots: int, preferred: str, without: tuple[str, ...] = ()
+) -> tuple[str, str]:
     """The attention mode of a method, and why.
 
     Args:
@@ -61,9 +63,10 @@ def choose_attention(backend: str, step: int, slots: int, preferred: str) -> tup
         step: Tokens per call.
         slots: Slots that the method reads of a full cache.
         preferred: The mode where nothing was measured.
+        without: Modes that are ruled out.
     """
     if slots == 0:
-        return preferred, "it reads no cache: the modes are one"
+        return preferred, "it reads no cache: there is nothing to choose"
     timings = MEASURED.get(backend, ())
     if not timings:
         return preferred, f"preferred by backend {backend}, not measured"
@@ -72,7 +75,7 @@ def choose_attention(backend: str, step: int, slots: int, preferred: str) -> tup
         timings,
         key=lambda t: (abs(math.log(t.step / step)), abs(math.log(t.slots / slots))),
     )
-    times = nearest.times()
+    times = {mode: time for mode, time in nearest.times().items() if mode not in without}
     mode = min(times, key=lambda m: times[m] * (_NOISE if m == preferred else 1))
     measured = ", ".join(f"{one} {time:g} ms" for one, time in times.items())
     why = f"{measured} a layer for {nearest.step} tokens over {nearest.slots} slots ({MACHINE})"

@@ -19,6 +19,7 @@ class Target:
         label: What the contract records.
         attention: The attention mode chosen.
         attention_why: Why, where it was chosen for the user; else empty.
+        unfused: Mode and reason where fused attention is ruled out; None where a mode was asked for.
         partitioners: Partitioners, in order.
         options: The backend's typed options.
     """
@@ -27,6 +28,7 @@ class Target:
     label: str
     attention: str
     attention_why: str
+    unfused: tuple[str, str] | None
     partitioners: Sequence[Any]
     options: Mapping[str, Any]
 
@@ -75,9 +77,10 @@ def resolve_targets(
     targets = {}
     for method, (step, slots) in methods.items():
         backend = used[names[method]]
-        mode, why = attention, ""
+        mode, why, unfused = attention, "", None
         if attention == "auto":
             mode, why = backend.attention(method, step, slots)
+            unfused = backend.attention(method, step, slots, without=("fused",))
         if mode not in backend.attention_modes:
             raise LoweringError(
                 Code.EXPORT_OPTION_INVALID,
@@ -87,7 +90,9 @@ def resolve_targets(
             )
         partitioners = backend.partitioners(method, routed[backend.name])
         options_of = routed[backend.name]
-        targets[method] = Target(backend, backend.name, mode, why, partitioners, options_of)
+        targets[method] = Target(
+            backend, backend.name, mode, why, unfused, partitioners, options_of
+        )
     return targets
 
 

@@ -144,7 +144,7 @@ class NativeProgram:
     ) -> None:
         self.facts = facts
         self.packed_weights = str(packed)
-        self._packed = packed.file
+        self._packed: packed_weights.PackedWeights | None = packed
         self._lib = lib
         self._handle = handle
         self._methods: weakref.WeakSet[NativeMethod] = weakref.WeakSet()
@@ -171,6 +171,7 @@ class NativeProgram:
         for method in list(self._methods):
             method.close()
         self._handle = None
+        self._packed = None
 
 
 class NativeMethod:
@@ -182,7 +183,7 @@ class NativeMethod:
         program: Any,
         facts: MethodFacts,
         allocator: BufferAllocator,
-        packed: Path | None = None,
+        packed: packed_weights.PackedWeights | None = None,
     ) -> None:
         self.name = facts.name
         self.facts = facts
@@ -193,9 +194,13 @@ class NativeMethod:
         self._arrays: dict[int, npt.NDArray[Any]] = {}
         self._ready = False
         self._native: Any = None
+        self._packed = packed
         try:
-            options = [] if packed is None else [(*packed_weights.OPTION, str(packed))]
+            file = None if packed is None else packed.file
+            options = [] if file is None else [(*packed_weights.OPTION, str(file))]
             self._native = lib.Method(program, facts.name, self._place_arena, options)
+            if packed is not None:
+                packed.mark()
         except BaseException:
             self._release()
             raise
@@ -307,6 +312,7 @@ class NativeMethod:
         self._release()
 
     def _release(self) -> None:
+        self._packed = None  # only now: the method is gone, and with it what is mapped
         self._arrays.clear()
         self._bindings.release()
         owned, self._owned = self._owned, []

@@ -118,9 +118,9 @@ class Runner:
         manager = make_io_manager(label, program.facts, program, allocator)
         self.artifact = artifact
         self.contract: Contract = manager.contract
-        known = check_files(artifact, self.contract)
+        self._tokenizer_file = check_files(artifact, self.contract)
         end_ids(artifact, self.contract.eos_ids, None, self.contract.vocab_size)
-        if not known:
+        if self._tokenizer_file is None:
             _ = self.tokenizer, self.end_ids
         self._label = label
         self._program = program
@@ -152,7 +152,7 @@ class Runner:
         """
         if self.artifact.tokenizer is None:
             return None
-        found = Tokenizer(self.artifact)
+        found, self._tokenizer_file = Tokenizer(self.artifact, self._tokenizer_file), None
         check_tokenizer(found, self.artifact, self.contract)
         return found
 

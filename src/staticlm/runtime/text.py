@@ -19,8 +19,12 @@ HELD_REPLACEMENTS = 3
 class Tokenizer:
     """A `tokenizer.json` and what its configuration says of special tokens."""
 
-    def __init__(self, artifact: Artifact) -> None:
+    def __init__(self, artifact: Artifact, content: bytes | None = None) -> None:
         """Read the artifact's tokenizer.
+
+        Args:
+            artifact: The artifact.
+            content: What the file held when it was looked at; None reads it now.
 
         Raises:
             ArtifactError: There is none, or it cannot be read.
@@ -36,7 +40,7 @@ class Tokenizer:
 
         self.path: Path = artifact.tokenizer
         try:
-            self._fast: Any = Fast.from_file(str(artifact.tokenizer))
+            self._fast: Any = Fast.from_buffer(content or artifact.tokenizer.read_bytes())
         except Exception as error:  # the library raises no narrower type
             raise ArtifactError(
                 Code.ARTIFACT_INVALID,
@@ -89,12 +93,13 @@ class Tokenizer:
 
 
 def check_vocabulary(
-    tokenizer: Tokenizer, vocab_size: int, needed: Sequence[int], recorded: object = None
+    path: Path, size: int, vocab_size: int, needed: Sequence[int], recorded: object = None
 ) -> None:
     """Refuse a tokenizer that is not the program's.
 
     Args:
-        tokenizer: The tokenizer found.
+        path: The tokenizer's file.
+        size: One more than its largest token id.
         vocab_size: Width of the program's logits. It may be padded beyond the tokenizer's ids.
         needed: Ids that the program itself names (begin and end tokens).
         recorded: Size of the tokenizer that the program was exported with, where it is recorded.
@@ -102,19 +107,19 @@ def check_vocabulary(
     Raises:
         ArtifactError: `TOKENIZER_MISMATCH` with the path and both sizes.
     """
-    missing = [one for one in needed if one >= tokenizer.size]
-    if tokenizer.size > vocab_size:
+    missing = [one for one in needed if one >= size]
+    if size > vocab_size:
         expected = f"at most {vocab_size}, the width of the program's logits"
     elif missing:
         expected = f"more than {max(missing)}, an id that the program names"
-    elif isinstance(recorded, int) and recorded != tokenizer.size:
+    elif isinstance(recorded, int) and recorded != size:
         expected = f"{recorded}, as recorded when the program was exported"
     else:
         return
     raise ArtifactError(
         Code.TOKENIZER_MISMATCH,
-        f"the tokenizer {tokenizer.path} does not belong to this program (vocabulary {vocab_size})",
-        found=f"{tokenizer.size} token ids",
+        f"the tokenizer {path} does not belong to this program (vocabulary {vocab_size})",
+        found=f"{size} token ids",
         expected=expected,
         remedy="Use the tokenizer of the model that was exported.",
     )
@@ -213,18 +218,18 @@ def _overlap(text: str, stop: str) -> int:
     return 0
 
 
-def check_files(artifact: Artifact, contract: Contract) -> bool:
-    """Compare the files beside a program with it, as far as that goes without reading the tokenizer.
+def check_files(artifact: Artifact, contract: Contract) -> bytes | None:
+    """Compare the files beside a program with it, as far as that goes without parsing the tokenizer.
 
     Returns:
-        Whether the tokenizer is known to be the one that the model was exported with, or there is none:
-        then it fits, and need not be read before a text needs it.
+        The tokenizer's file, where it is the one that the model was exported with and its recorded size
+        fits: it need not be parsed before a text needs it. None where that is not known.
 
     Raises:
         ArtifactError: The tokenizer, or `config.json`, belongs to another model.
     """
     if artifact.tokenizer is None:
-        return True
+        return None
     recorded = artifact.config.get("vocab_size")
     if isinstance(recorded, int) and recorded != contract.vocab_size:
         raise ArtifactError(
@@ -234,7 +239,17 @@ def check_files(artifact: Artifact, contract: Contract) -> bool:
             expected=f"{contract.vocab_size}, the width of the program's logits",
             remedy="Export the model again.",
         )
-    return _is_same_file(artifact)
+    size = artifact.manifest.get("tokenizer_size")
+    content = _same_file(artifact)
+    if content is None or not isinstance(size, int):
+        return None
+    check_vocabulary(artifact.tokenizer, size, contract.vocab_size, _needed(contract))
+    return content
+
+
+def _needed(contract: Contract) -> list[int]:
+    """Ids that the program itself names."""
+    return [*contract.eos_ids, *(() if contract.bos_id is None else (contract.bos_id,))]
 
 
 def check_tokenizer(tokenizer: Tokenizer, artifact: Artifact, contract: Contract) -> None:
@@ -243,13 +258,13 @@ def check_tokenizer(tokenizer: Tokenizer, artifact: Artifact, contract: Contract
     Raises:
         ArtifactError: `TOKENIZER_MISMATCH`.
     """
-    needed = [*contract.eos_ids, *(() if contract.bos_id is None else (contract.bos_id,))]
+    recorded = artifact.manifest.get("tokenizer_size")
     check_vocabulary(
-        tokenizer, contract.vocab_size, needed, artifact.manifest.get("tokenizer_size")
+        tokenizer.path, tokenizer.size, contract.vocab_size, _needed(contract), recorded
     )
 
 
-def _is_same_file(artifact: Artifact) -> bool:
+def _same_file(artifact: Artifact) -> bytes | None:
     """Another tokenizer of the same size makes nonsense of every text, and no id is out of range.
 
     One that the user named is taken as meant.
@@ -257,8 +272,16 @@ def _is_same_file(artifact: Artifact) -> bool:
     recorded = artifact.manifest.get("tokenizer_sha256")
     own = artifact.tokenizer
     if not isinstance(recorded, str) or own is None or artifact.tokenizer_named:
-        return False
-    found = hashlib.sha256(own.read_bytes()).hexdigest()
+        return None
+    try:
+        content = own.read_bytes()
+    except OSError as error:
+        raise ArtifactError(
+            Code.ARTIFACT_INVALID,
+            f"the tokenizer {own} cannot be read",
+            found=error.strerror or str(error),
+        ) from None
+    found = hashlib.sha256(content).hexdigest()
     if found != recorded:
         raise ArtifactError(
             Code.TOKENIZER_MISMATCH,
@@ -267,4 +290,4 @@ def _is_same_file(artifact: Artifact) -> bool:
             expected=f"{recorded[:12]}..., as export.json says",
             remedy="Restore the file, or name this one on purpose (tokenizer=..., --tokenizer).",
         )
-    return True
+    return content

@@ -54,18 +54,27 @@ class Backend:
             LoweringError: `BACKEND_UNAVAILABLE`, with what to install or set.
         """
 
-    def attention(self, method: str, step: int, slots: int) -> tuple[str, str]:
+    def attention(
+        self, method: str, step: int, slots: int, without: tuple[str, ...] = ()
+    ) -> tuple[str, str]:
         """The attention mode that `auto` stands for, and why.
 
         Args:
             method: Name of the method.
             step: Tokens per call.
             slots: Slots that it reads of a full cache.
+            without: Modes that the model or another method rules out.
         """
-        return choose_attention(self.name, step, slots, self.attention_modes[0])
+        preferred = next(mode for mode in self.attention_modes if mode not in without)
+        return choose_attention(self.name, step, slots, preferred, without)
 
-    def precision(self, dtype: str) -> str:
-        """The dtype that it computes in on this machine when it is asked for `dtype`."""
+    def precision(self, dtype: str, options: Mapping[str, Any]) -> str:
+        """The dtype that it computes in on this machine when it is asked for `dtype`.
+
+        Args:
+            dtype: `float32`, `float16` or `bfloat16`.
+            options: Its options, as for `partitioners`.
+        """
         return dtype
 
     def route(self, options: Mapping[str, Any]) -> Routed:

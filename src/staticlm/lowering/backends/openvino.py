@@ -74,12 +74,22 @@ class OpenVINO(Backend):
                 remedy=remedy,
             )
 
-    def precision(self, dtype: str) -> str:
-        """bfloat16 where the processor has units for it: the delegate passes no hint on."""
+    def precision(self, dtype: str, options: Mapping[str, Any]) -> str:
+        """The device's own preference: the delegate passes no hint on.
+
+        bfloat16 on processors that have units for it, float16 on others and on GPUs, else `dtype`.
+        """
         from openvino import Core
 
-        hint = str(Core().get_property("CPU", "INFERENCE_PRECISION_HINT"))
-        return "bfloat16" if "bfloat16" in hint or "bf16" in hint else dtype
+        device = self.route(options)["spec"]["device"]
+        hint = str(Core().get_property(device, "INFERENCE_PRECISION_HINT")).lower()
+        for name, parts in {
+            "bfloat16": ("bf16", "bfloat16"),
+            "float16": ("f16", "float16"),
+        }.items():
+            if any(part in hint for part in parts):
+                return name
+        return dtype
 
     def partitioners(self, method: str, options: Mapping[str, Any]) -> list[OpenvinoPartitioner]:
         """One `OpenvinoPartitioner` that leaves out what it was told to."""
