@@ -238,6 +238,11 @@ struct Input {
   }
 };
 
+#ifdef __linux__
+// A call beside which dropping the file's pages costs nothing.
+constexpr auto kLong = std::chrono::milliseconds(50);
+#endif
+
 using Options = std::vector<std::tuple<std::string, std::string, nb::object>>;
 
 // Value: bool, int or str.
@@ -373,7 +378,12 @@ struct Method {
       nb::gil_scoped_release unlocked;
       for (size_t i = 0; i < inputs.size() && error == Error::Ok; ++i)
         if (inputs[i].planned) error = method->set_input(EValue(Tensor(inputs[i].tensor.get())), i);
+      auto begun = std::chrono::steady_clock::now();
       if (error == Error::Ok) error = method->execute();
+#ifdef __linux__
+      // Rows of a table that were looked up bring pages along that nobody asked for.
+      if (std::chrono::steady_clock::now() - begun > kLong) program->loader->drop_pages();
+#endif
     }
     check(error, name);
   }
