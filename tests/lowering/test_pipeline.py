@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
-from tests.support.models import FAMILIES
+from tests.support.models import small_llama
 
 from staticlm.contract.program import MethodFacts
 from staticlm.errors import Code, ContractError, LoweringError
@@ -25,7 +25,7 @@ OPTIONS = ExportOptions(context_length=32, prefill_lengths=(4,))
 
 @pytest.fixture(scope="module")
 def exported() -> ExportedModel:
-    return export_programs(FAMILIES["llama"](), OPTIONS, bos_id=1, eos_ids=(2, 5))
+    return export_programs(small_llama(), OPTIONS, bos_id=1, eos_ids=(2, 5))
 
 
 @pytest.fixture(scope="module")

@@ -48,6 +48,11 @@ def _simple(prefix: str, **extra: Any) -> Callable[[], PreTrainedModel]:
     return lambda: build(prefix, **{**_COMMON, **extra})
 
 
+def small_llama() -> PreTrainedModel:
+    """One layer, tied embeddings: for what does not depend on the number of layers."""
+    return build("Llama", **{**_COMMON, "num_hidden_layers": 1}, tie_word_embeddings=True)
+
+
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": _simple("Llama", tie_word_embeddings=True),
     "qwen2": _simple("Qwen2"),
