@@ -10,8 +10,8 @@ from benchmarks import model_table
 from tests.support import families
 from tests.support.sources import source_stamp
 
-KINDS = ("gpt_oss", "gemma3n", "deepseek_v2")
-"""Always measured: rings with sinks and experts, shared caches, latent caches."""
+KINDS = ("gpt_oss", "deepseek_v2")
+"""Always measured: rings with sinks and experts, latent caches."""
 
 MORE = 1
 """Further rows, which change whenever a source of the export does."""

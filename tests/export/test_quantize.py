@@ -21,7 +21,6 @@ COMMON: dict[str, Any] = {"context_length": 32, "prefill_lengths": (8,)}
 
 def source(prefix: str = "Llama") -> Any:
     settings = {**models._COMMON, "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96}
-    settings["num_hidden_layers"] = 1
     return models.build(prefix, **settings, tie_word_embeddings=True)
 
 
@@ -79,9 +78,7 @@ def test_every_linear_layer_is_in_a_delegate(quantize: str, embedding: int, tmp_
     # The manifest says how the source's weights are to be quantised.
     result = validate(made.path, model)
     assert result.passed
-    # An activation may fall on another step here and there: most prompts show none.
-    chunked = sorted(case.chunked for case in result.cases)
-    assert chunked[len(chunked) // 2] < 5e-3
+    assert result.worst < 5e-3
 
 
 @pytest.mark.parametrize("sign", [1, -1])

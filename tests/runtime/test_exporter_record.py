@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support.exporter_artifacts import CAPACITY, export_component, save_components
-from tests.support.models import small_llama
+from tests.support.models import FAMILIES
 
 import staticlm
 from staticlm.contract import LogitsRows, Part, Role
@@ -29,7 +29,7 @@ TOKENS = [int(t) for t in np.random.default_rng(4).integers(3, 90, CAPACITY)]
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return small_llama()
+    return FAMILIES["llama"]()
 
 
 @pytest.fixture(scope="module")
