@@ -179,6 +179,7 @@ def candidates(
             Code.EXPORT_OPTION_INVALID,
             "no backend of this machine does what is asked",
             found="; ".join(f"{name}: {why}" for name, why in left_out.items()),
+            expected="a backend that takes the dtypes, the attention mode and the weights",
             remedy="Change the options, or name a backend.",
         )
     return found, left_out

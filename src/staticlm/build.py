@@ -174,6 +174,7 @@ def settle(
             "the backend",
             found=AUTO,
             expected="a backend by name: only an export measures",
+            remedy="Name one, or leave out --dry-run.",
         )
     if options.prefixes is None:
         wide = plan_methods(replace(options, prefixes=()), lambda method: "split")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from staticlm.errors import Code, RunnerError
 from staticlm.runtime.allocators import get_chain
 from staticlm.runtime.drivers import get_driver
 from staticlm.runtime.io_managers.registry import make_io_manager, select_label
+from staticlm.runtime.native import NativeDriver
 from staticlm.runtime.session import Session
 from staticlm.runtime.shared_program import SharedProgram
 
@@ -37,6 +39,18 @@ def driver_name(request: pytest.FixtureRequest) -> str:
             raise
         pytest.skip(str(error))
     return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def native_driver() -> NativeDriver:
+    """The native driver; skips where it was not built, unless it must have been."""
+    try:
+        return NativeDriver()
+    except RunnerError as error:
+        # Continuous integration sets this: there it must have been built.
+        if error.code is not Code.DRIVER_UNAVAILABLE or os.environ.get("STATICLM_REQUIRE_NATIVE"):
+            raise
+        pytest.skip(str(error))
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import subprocess
 import sys
 import textwrap
@@ -28,15 +27,12 @@ from staticlm.runtime.native import NativeDriver
 Programs = Callable[[str], Path]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def driver() -> NativeDriver:
-    try:
-        return NativeDriver()
-    except RunnerError as error:
-        # Continuous integration sets this: there it must have been built.
-        if error.code is not Code.DRIVER_UNAVAILABLE or os.environ.get("STATICLM_REQUIRE_NATIVE"):
-            raise
-        pytest.skip(str(error))
+pytestmark = pytest.mark.usefixtures("native_driver")
+
+
+@pytest.fixture(scope="module")
+def driver(native_driver: NativeDriver) -> NativeDriver:
+    return native_driver
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 from tests.support.driver_programs import Writer
 
-from staticlm.errors import Code, RunnerError
 from staticlm.runtime import packed_weights
 from staticlm.runtime.allocators import get_chain
 from staticlm.runtime.buffers import allocate
@@ -153,13 +152,8 @@ def test_the_default_is_the_users_cache(
 
 
 @pytest.fixture(scope="module")
-def driver() -> NativeDriver:
-    try:
-        return NativeDriver()
-    except RunnerError as error:
-        if error.code is not Code.DRIVER_UNAVAILABLE or os.environ.get("STATICLM_REQUIRE_NATIVE"):
-            raise
-        pytest.skip(str(error))
+def driver(native_driver: NativeDriver) -> NativeDriver:
+    return native_driver
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, StaticCache
+from benchmarks.peers.engines import static_cache
+from transformers import PreTrainedModel
 
 CAPACITY = 32
 
@@ -17,16 +18,10 @@ def export_component(model: PreTrainedModel, step: int, planned: bool = False) -
     """One component that takes `step` tokens; `planned` keeps its inputs in the program's arena."""
     from transformers.exporters.exporter_executorch import ExecutorchConfig, ExecutorchExporter
 
-    config = model.config
-    cache = StaticCache(config=config, max_cache_len=CAPACITY)
-    cache.early_initialization(
-        batch_size=1,
-        num_heads=config.num_key_value_heads,
-        head_dim=config.hidden_size // config.num_attention_heads,
-        dtype=torch.float32,
-        device="cpu",
-    )
-    inputs: dict[str, Any] = {"input_ids": torch.ones(1, step, dtype=torch.int64), "cache": cache}
+    inputs: dict[str, Any] = {
+        "input_ids": torch.ones(1, step, dtype=torch.int64),
+        "cache": static_cache(model.config, CAPACITY),
+    }
     if step == 1:
         # Its positions as an argument, those of the chunk from the counters: both must be right.
         inputs["position_ids"] = torch.zeros(1, 1, dtype=torch.int64)

@@ -310,6 +310,12 @@ def _split(
     return on_cache + torch.bmm(weights[:, :, slots : slots + step], new_value)
 
 
+def _joined_mask(count: int, past_mask: Tensor, chunk_mask: Tensor | None) -> Tensor:
+    """The mask of `count` rows over the cache and the chunk together."""
+    own = past_mask.new_zeros((count, 1)) if chunk_mask is None else chunk_mask
+    return torch.cat([past_mask.expand(count, past_mask.shape[1]), own], dim=-1)
+
+
 def _concat(
     rows: Tensor,
     key_cache: Tensor,
@@ -325,9 +331,7 @@ def _concat(
     total = key_cache.shape[1] + new_key.shape[1]
     keys = torch.cat([key_cache, new_key], dim=1)
     values = torch.cat([value_cache, new_value], dim=1)
-    count = rows.shape[1]
-    own = past_mask.new_zeros((count, 1)) if chunk_mask is None else chunk_mask
-    mask = torch.cat([past_mask.expand(count, past_mask.shape[1]), own], dim=-1)
+    mask = _joined_mask(rows.shape[1], past_mask, chunk_mask)
     scores = _cap(torch.bmm(rows, keys.transpose(1, 2)), softcap) + mask
     weights = _softmax([scores], sinks)
     if sinks is not None:
@@ -347,11 +351,9 @@ def _fused(
     sinks: Tensor | None,
 ) -> Tensor:
     """One attention operator over the cache and the chunk, for backends that have a kernel for it."""
-    count = rows.shape[1]
-    own = past_mask.new_zeros((count, 1)) if chunk_mask is None else chunk_mask
-    mask = torch.cat([past_mask.expand(count, past_mask.shape[1]), own], dim=-1)
     keys = torch.cat([key_cache, new_key], dim=1)
     values = torch.cat([value_cache, new_value], dim=1)
+    mask = _joined_mask(rows.shape[1], past_mask, chunk_mask)
     return _operator(rows, keys, values, mask, sinks)
 
 

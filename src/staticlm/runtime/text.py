@@ -46,6 +46,8 @@ class Tokenizer:
                 Code.ARTIFACT_INVALID,
                 f"the tokenizer {artifact.tokenizer} cannot be read",
                 found=str(error)[:200],
+                expected="a tokenizer.json of the tokenizers library",
+                remedy="Restore the file, name another one, or export the model again.",
             ) from None
         self.special = {
             name: token
@@ -280,6 +282,8 @@ def _same_file(artifact: Artifact) -> bytes | None:
             Code.ARTIFACT_INVALID,
             f"the tokenizer {own} cannot be read",
             found=error.strerror or str(error),
+            expected="the file that export.json records",
+            remedy="Restore the file or its permissions, or export the model again.",
         ) from None
     found = hashlib.sha256(content).hexdigest()
     if found != recorded:
