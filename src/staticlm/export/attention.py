@@ -19,6 +19,15 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from staticlm.errors import Code, ExportError
+from staticlm.export.attention_modes import (
+    MODE_FUNCTIONS,
+    Landing,
+    alone,
+    cast,
+    first_slots,
+    fused_alone,
+    stepwise,
+)
 
 NAME = "staticlm"
 """Name under which the attention function is registered with transformers."""
@@ -52,23 +61,6 @@ class AttentionCall:
     owner: int
     softcap: float | None
     key: Tensor = field(repr=False, compare=False)
-
-
-@dataclass(frozen=True)
-class Landing:
-    """Where the rows of a chunk will stand in a layer's caches, for rows taken one by one.
-
-    Args:
-        places: One-hot `[kv heads, step, slots]`: the slot of each row.
-        stays: `[1, slots]`: 0 where a row lands, 1 elsewhere.
-        own: `[groups * step, step]`: 1 where a query row meets its own key.
-        ones: `[kv heads, step, 1]`.
-    """
-
-    places: Tensor
-    stays: Tensor
-    own: Tensor
-    ones: Tensor
 
 
 @dataclass
@@ -216,8 +208,8 @@ def static_attention(
     sinks = None if s_aux is None else _sink_rows(s_aux, kv_heads, groups, step)
     read = chunk.read[owner]
     if read == 0:
-        alone = _fused_alone if chunk.mode == "fused" else _alone
-        out = alone(rows, new_key, new_value, chunk.chunk_mask(layer, groups), softcap, sinks)
+        own = fused_alone if chunk.mode == "fused" else alone
+        out = own(rows, new_key, new_value, chunk.chunk_mask(layer, groups), softcap, sinks)
         out = out.reshape(1, heads, step, value_width).transpose(1, 2)
         return out.contiguous(), None
     caches = (
@@ -226,7 +218,7 @@ def static_attention(
     )
     past_mask = chunk.past_mask(layer, groups)
     if chunk.landing is None:
-        out = _MODES[chunk.mode](
+        out = MODE_FUNCTIONS[chunk.mode](
             rows,
             *(cast(cache, rows.dtype) for cache in caches),
             new_key,
@@ -239,198 +231,14 @@ def static_attention(
     else:
         landing = chunk.landing(layer, groups, kv_heads)
         new = new_key, new_value
-        out = _stepwise(chunk.mode, rows, caches, new, past_mask, landing, softcap, sinks)
+        out = stepwise(chunk.mode, rows, caches, new, past_mask, landing, softcap, sinks)
     out = out.reshape(1, heads, step, value_width).transpose(1, 2)
     return out.contiguous(), None
-
-
-def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x` itself where it already has the dtype, so that no cast is traced."""
-    return x if x.dtype == dtype else x.to(dtype)
-
-
-def first_slots(cache: Tensor, count: int) -> Tensor:
-    """The first slots of `[kv heads, slots, width]`: the cache itself where that is all of them."""
-    return cache if count == cache.shape[1] else cache[:, :count]
 
 
 def _sink_rows(sinks: Tensor, kv_heads: int, groups: int, step: int) -> Tensor:
     rows = sinks.reshape(kv_heads, groups, 1).expand(kv_heads, groups, step)
     return rows.reshape(kv_heads, groups * step, 1)
 
-
-def _cap(scores: Tensor, softcap: float | None) -> Tensor:
-    return scores if softcap is None else torch.tanh(scores / softcap) * softcap
-
-
-def _softmax(scores: list[Tensor], sinks: Tensor | None) -> Tensor:
-    parts = scores if sinks is None else [*scores, sinks.to(scores[0].dtype)]
-    joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-    return torch.softmax(joined, dim=-1)
-
-
-def _alone(
-    rows: Tensor,
-    new_key: Tensor,
-    new_value: Tensor,
-    chunk_mask: Tensor | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """The chunk sees nothing before itself."""
-    own = _cap(torch.bmm(rows, new_key.transpose(1, 2)), softcap)
-    if chunk_mask is not None:
-        own = own + chunk_mask
-    weights = _softmax([own], sinks)
-    if sinks is not None:
-        # Only then: a slice of everything would cut the delegate.
-        weights = weights[:, :, : new_key.shape[1]]
-    return torch.bmm(weights, new_value)
-
-
-def _split(
-    rows: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    new_key: Tensor,
-    new_value: Tensor,
-    past_mask: Tensor,
-    chunk_mask: Tensor | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Scores against the cache and the chunk apart, one softmax, two weighted sums."""
-    slots, step = key_cache.shape[1], new_key.shape[1]
-    past = _cap(torch.bmm(rows, key_cache.transpose(1, 2)), softcap) + past_mask
-    own = _cap(torch.bmm(rows, new_key.transpose(1, 2)), softcap)
-    if chunk_mask is not None:
-        own = own + chunk_mask
-    weights = _softmax([past, own], sinks)
-    on_cache = torch.bmm(weights[:, :, :slots], value_cache)
-    return on_cache + torch.bmm(weights[:, :, slots : slots + step], new_value)
-
-
-def _joined_mask(count: int, past_mask: Tensor, chunk_mask: Tensor | None) -> Tensor:
-    """The mask of `count` rows over the cache and the chunk together."""
-    own = past_mask.new_zeros((count, 1)) if chunk_mask is None else chunk_mask
-    return torch.cat([past_mask.expand(count, past_mask.shape[1]), own], dim=-1)
-
-
-def _concat(
-    rows: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    new_key: Tensor,
-    new_value: Tensor,
-    past_mask: Tensor,
-    chunk_mask: Tensor | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Keys and values concatenated with the chunk first, then ordinary attention."""
-    total = key_cache.shape[1] + new_key.shape[1]
-    keys = torch.cat([key_cache, new_key], dim=1)
-    values = torch.cat([value_cache, new_value], dim=1)
-    mask = _joined_mask(rows.shape[1], past_mask, chunk_mask)
-    scores = _cap(torch.bmm(rows, keys.transpose(1, 2)), softcap) + mask
-    weights = _softmax([scores], sinks)
-    if sinks is not None:
-        weights = weights[:, :, :total]
-    return torch.bmm(weights, values)
-
-
-def _fused(
-    rows: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    new_key: Tensor,
-    new_value: Tensor,
-    past_mask: Tensor,
-    chunk_mask: Tensor | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """One attention operator over the cache and the chunk, for backends that have a kernel for it."""
-    keys = torch.cat([key_cache, new_key], dim=1)
-    values = torch.cat([value_cache, new_value], dim=1)
-    mask = _joined_mask(rows.shape[1], past_mask, chunk_mask)
-    return _operator(rows, keys, values, mask, sinks)
-
-
-def _fused_alone(
-    rows: Tensor,
-    new_key: Tensor,
-    new_value: Tensor,
-    chunk_mask: Tensor | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    mask = rows.new_zeros((rows.shape[1], new_key.shape[1])) if chunk_mask is None else chunk_mask
-    return _operator(rows, new_key, new_value, mask, sinks)
-
-
-def _operator(
-    rows: Tensor, keys: Tensor, values: Tensor, mask: Tensor, sinks: Tensor | None
-) -> Tensor:
-    """`scaled_dot_product_attention` of `[kv heads, rows, width]`.
-
-    A sink is one more key of zeros, whose score is its mask, with a value of zeros.
-    """
-    mask = mask[None, None]
-    if sinks is not None:
-        keys = torch.nn.functional.pad(keys, (0, 0, 0, 1))
-        values = torch.nn.functional.pad(values, (0, 0, 0, 1))
-        mask = mask.expand(1, *sinks.shape[:2], mask.shape[-1])
-        mask = torch.cat([mask, sinks.to(mask.dtype)[None]], dim=-1)
-    out = torch.nn.functional.scaled_dot_product_attention(
-        rows[None], keys[None], values[None], attn_mask=mask, scale=1.0
-    )
-    return out[0]
-
-
-def _stepwise(
-    mode: str,
-    rows: Tensor,
-    caches: tuple[Tensor, Tensor],
-    new: tuple[Tensor, Tensor],
-    past_mask: Tensor,
-    landing: Landing,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """What `mode` computes for each row alone, once the rows before it are in the caches.
-
-    Not only the same values but the same sums: every score is where it would be, so that softmax and
-    the weighted sum add the same numbers in the same order. Products with 0 and 1 are exact.
-    """
-    slots = caches[0].shape[1]
-    key_cache, value_cache = (cast(cache, rows.dtype) for cache in caches)
-    # The rows before are read back from the caches, in the caches' dtype.
-    landed_key, landed_value = (
-        cast(cast(row, cache.dtype), rows.dtype) for row, cache in zip(new, caches, strict=True)
-    )
-    past = _cap(torch.bmm(rows, key_cache.transpose(1, 2)), softcap)
-    own = _cap(torch.bmm(rows, new[0].transpose(1, 2)), softcap)
-    landed = own
-    if landed_key is not new[0]:
-        landed = _cap(torch.bmm(rows, landed_key.transpose(1, 2)), softcap)
-    past = past * landing.stays + torch.bmm(landed, landing.places) + past_mask
-    weights = _softmax([past, torch.bmm(own * landing.own, landing.ones)], sinks)
-    values = value_cache * landing.stays.reshape(-1, 1)
-    values = values + torch.bmm(landing.places.transpose(1, 2), landed_value)
-    on_cache, on_own = weights[:, :, :slots], weights[:, :, slots : slots + 1] * landing.own
-    if mode == "concat":
-        joined = torch.cat([on_cache, on_own], dim=-1)
-        return torch.bmm(joined, torch.cat([values, new[1]], dim=1))
-    return torch.bmm(on_cache, values) + torch.bmm(on_own, new[1])
-
-
-_MODES: dict[str, Callable[..., Tensor]] = {
-    "split": _split,
-    "concat": _concat,
-    "fused": _fused,
-}
-MODES = tuple(_MODES)
-"""The attention modes that can be traced."""
 
 AttentionInterface.register(NAME, static_attention)

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from staticlm.contract import Cache, CacheKind, LogitsRows, MethodRole, Part
-from staticlm.export.attention import Chunk, Landing, capture_cache, cast, running
+from staticlm.export.attention import Chunk, capture_cache, running
+from staticlm.export.attention_modes import Landing, cast
 from staticlm.export.constants import Constants
 from staticlm.export.rewrites import Rewrites
 from staticlm.export.traits import LayerTraits, ModelTraits
