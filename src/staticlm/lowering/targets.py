@@ -87,6 +87,7 @@ def resolve_targets(
                 f"attention mode of backend {backend.name!r}",
                 found=mode,
                 expected=f"one of {', '.join(backend.attention_modes)}",
+                remedy="Choose another --attention, or a --backend that has it.",
             )
         partitioners = backend.partitioners(method, routed[backend.name])
         options_of = routed[backend.name]
